@@ -1,0 +1,65 @@
+# What a developer runs. Nothing here needs a GPU.
+#
+# `make` builds the libraries with the system's C compiler into build/lib and
+# build/sim; the Python package in python/ uses them with
+# AMEM_LIBRARY_DIR=build/lib and AMEM_SIM_LIBRARY_DIR=build/sim. `make test`
+# builds the wheel and installs it into build/venv, so that the tests see what
+# users get.
+
+PYTHON ?= python3
+GO ?= go
+CC = gcc
+STATICCHECK = honnef.co/go/tools/cmd/staticcheck@v0.8.2
+
+venv := build/venv
+python := $(venv)/bin/python
+pip := $(python) -m pip install --quiet --disable-pip-version-check
+export GO PYTHON
+
+.PHONY: lib help wheel install venv lint lint-go lint-py test test-go test-py demo clean
+
+# Several targets install into build/venv.
+.NOTPARALLEL:
+
+lib: ## the libraries, into build/lib and build/sim (the default)
+	CC="$(CC)" CFLAGS="-g -Werror" scripts/build_native.sh build
+	$(MAKE) --silent -C tests/nccl CC="$(CC)" BUILD=$(CURDIR)/build
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+wheel: ## the wheel, into dist/
+	scripts/build_wheel.sh
+
+install: wheel
+	$(pip) --no-deps --force-reinstall dist/amem-*.whl
+
+venv:
+	[ -x $(python) ] || $(PYTHON) -m venv $(venv)
+	$(pip) -r scripts/requirements-build.txt -r scripts/requirements-test.txt
+
+lint: lint-go lint-py ## gofmt, go vet, staticcheck, ruff, mypy
+
+lint-go:
+	@files=$$(gofmt -l golib); [ -z "$$files" ] || { echo "gofmt -w these: $$files" >&2; exit 1; }
+	$(GO) vet ./golib/...
+	GOBIN=$(CURDIR)/build/bin $(GO) install $(STATICCHECK)
+	build/bin/staticcheck ./golib/...
+
+lint-py: venv
+	$(python) -m ruff check .
+	$(python) -m mypy python/amem tests/py tests/agent
+
+test: lib lint install test-go test-py ## every check that needs no GPU
+
+test-go:
+	$(GO) test -race -timeout 300s ./golib/...
+
+test-py: venv
+	$(python) -m pytest -rs
+
+demo: install ## the wheel, installed, and what it does, on a simulated GPU if there is none
+	$(python) -m amem demo
+
+clean: ## removes build/ and dist/
+	rm -rf build dist python/build python/*.egg-info

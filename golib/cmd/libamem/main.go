@@ -1,0 +1,310 @@
+// Command libamem is libamem_nccl.so, the core that libamem_hook.so loads. Its
+// one exported symbol, amem_core_init, starts the session of this process and
+// fills the table of functions that the hook calls.
+//
+// The functions run on NCCL's and the host program's threads. No panic leaves
+// them.
+package main
+
+/*
+#cgo CFLAGS: -std=gnu11 -O2 -Wall -Wextra -fvisibility=hidden
+#include <stdlib.h>
+#include "../../hook/amem.h"
+#include "../../hook/core.h"
+
+static inline void amem_set_guard(int *guard, int value) { __atomic_store_n(guard, value, __ATOMIC_RELEASE); }
+*/
+import "C"
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"time"
+	"unsafe"
+
+	"amem/golib/cuda"
+	"amem/golib/offload"
+	"amem/golib/peer"
+	"amem/golib/session"
+	"amem/golib/vmm"
+)
+
+// current is this process's session; set once, before the hook calls anything else.
+var current *session.Session
+
+func main() {}
+
+//export amemStart
+func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	config := host.config
+	startLog(int(config.log_level))
+	// A guest in somebody's trainer: the host's own threads need the cores.
+	runtime.GOMAXPROCS(min(4, runtime.NumCPU()))
+	driver, err := cuda.Open("libcuda.so.1")
+	if err != nil {
+		writeText(text, err)
+		return C.AMEM_ERROR_NO_DRIVER
+	}
+	timeout := time.Duration(float64(config.timeout_seconds) * float64(time.Second))
+	guard := host.guard
+	s, err := session.New(driver, session.Options{
+		Group:    int(config.group),
+		Timeout:  timeout,
+		Space:    vmm.Options{Arena: config.arena != 0, ControlOnly: config.control_only != 0, Timeout: timeout},
+		SetGuard: func(g session.Guard) { C.amem_set_guard(guard, C.int(g)) },
+	})
+	if err != nil {
+		return controlError(err, text)
+	}
+	current = s
+	return C.AMEM_OK
+}
+
+func startLog(level int) {
+	levels := []slog.Level{slog.LevelError + 1, slog.LevelError, slog.LevelWarn, slog.LevelInfo, slog.LevelDebug, slog.LevelDebug}
+	handler := slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: levels[level]})
+	slog.SetDefault(slog.New(handler).With("amem", os.Getpid()))
+}
+
+//export amemGranularity
+func amemGranularity() C.size_t { return C.size_t(current.Space().Granularity()) }
+
+// result makes the hook's answer of a driver call's error.
+func result(call string, err error) C.CUresult {
+	switch {
+	case err == nil:
+		return C.CUDA_SUCCESS
+	case errors.Is(err, vmm.ErrPass):
+		return C.AMEM_PASS
+	}
+	slog.Error(call, "error", err)
+	var r cuda.Result
+	if errors.As(err, &r) {
+		return C.CUresult(r)
+	}
+	return C.CUDA_ERROR_UNKNOWN
+}
+
+// guardCall turns a panic into an error of the call.
+func guardCall(r any, call string, answer C.CUresult) C.CUresult {
+	if r == nil {
+		return answer
+	}
+	slog.Error(call, "panic", r, "stack", string(debug.Stack()))
+	return C.CUDA_ERROR_UNKNOWN
+}
+
+//export amemCreate
+func amemCreate(handle *C.CUmemGenericAllocationHandle, size C.size_t, prop *C.CUmemAllocationProp, flags C.ulonglong,
+	own C.int, site C.uintptr_t) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemCreate", r) }()
+	h, err := current.Space().Create(uint64(size), cuda.PropFromC(unsafe.Pointer(prop)), uint64(flags), own != 0, uintptr(site))
+	if err == nil {
+		*handle = C.CUmemGenericAllocationHandle(h)
+	}
+	return result("cuMemCreate", err)
+}
+
+//export amemRelease
+func amemRelease(handle C.CUmemGenericAllocationHandle) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemRelease", r) }()
+	return result("cuMemRelease", current.Space().Release(cuda.Handle(handle)))
+}
+
+//export amemRetain
+func amemRetain(handle *C.CUmemGenericAllocationHandle, addr C.CUdeviceptr) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemRetainAllocationHandle", r) }()
+	h, err := current.Space().Retain(cuda.Ptr(addr))
+	if err == nil {
+		*handle = C.CUmemGenericAllocationHandle(h)
+	}
+	return result("cuMemRetainAllocationHandle", err)
+}
+
+//export amemReserve
+func amemReserve(ptr *C.CUdeviceptr, size, alignment C.size_t, addr C.CUdeviceptr, flags C.ulonglong,
+	pending C.CUmemGenericAllocationHandle) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemAddressReserve", r) }()
+	p, err := current.Space().Reserve(uint64(size), uint64(alignment), cuda.Ptr(addr), uint64(flags), cuda.Handle(pending))
+	if err == nil {
+		*ptr = C.CUdeviceptr(p)
+	}
+	return result("cuMemAddressReserve", err)
+}
+
+//export amemAddressFree
+func amemAddressFree(ptr C.CUdeviceptr, _ C.size_t) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemAddressFree", r) }()
+	return result("cuMemAddressFree", current.Space().AddressFree(cuda.Ptr(ptr)))
+}
+
+//export amemMap
+func amemMap(ptr C.CUdeviceptr, size, offset C.size_t, handle C.CUmemGenericAllocationHandle, flags C.ulonglong) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemMap", r) }()
+	return result("cuMemMap", current.Space().Map(cuda.Ptr(ptr), uint64(size), uint64(offset), cuda.Handle(handle), uint64(flags)))
+}
+
+//export amemUnmap
+func amemUnmap(ptr C.CUdeviceptr, size C.size_t) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemUnmap", r) }()
+	return result("cuMemUnmap", current.Space().Unmap(cuda.Ptr(ptr), uint64(size)))
+}
+
+//export amemSetAccess
+func amemSetAccess(ptr C.CUdeviceptr, size C.size_t, desc *C.CUmemAccessDesc, count C.size_t) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemSetAccess", r) }()
+	access := cuda.AccessFromC(unsafe.Pointer(desc), int(count))
+	return result("cuMemSetAccess", current.Space().SetAccess(cuda.Ptr(ptr), uint64(size), access))
+}
+
+//export amemAddressRange
+func amemAddressRange(base *C.CUdeviceptr, size *C.size_t, ptr C.CUdeviceptr) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemGetAddressRange", r) }()
+	b, n, err := current.Space().AddressRange(cuda.Ptr(ptr))
+	if err == nil && base != nil {
+		*base = C.CUdeviceptr(b)
+	}
+	if err == nil && size != nil {
+		*size = C.size_t(n)
+	}
+	return result("cuMemGetAddressRange", err)
+}
+
+//export amemProperties
+func amemProperties(prop *C.CUmemAllocationProp, handle C.CUmemGenericAllocationHandle) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemGetAllocationPropertiesFromHandle", r) }()
+	p, err := current.Space().Properties(cuda.Handle(handle))
+	if err == nil {
+		p.ToC(unsafe.Pointer(prop))
+	}
+	return result("cuMemGetAllocationPropertiesFromHandle", err)
+}
+
+//export amemExport
+func amemExport(shareable unsafe.Pointer, handle C.CUmemGenericAllocationHandle, handleType C.CUmemAllocationHandleType,
+	flags C.ulonglong) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemExportToShareableHandle", r) }()
+	return result("cuMemExportToShareableHandle",
+		current.Space().Export(shareable, cuda.Handle(handle), int(handleType), uint64(flags)))
+}
+
+//export amemImport
+func amemImport(handle *C.CUmemGenericAllocationHandle, fd C.int) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMemImportFromShareableHandle", r) }()
+	h, err := current.Space().Import(int(fd))
+	if err == nil {
+		*handle = C.CUmemGenericAllocationHandle(h)
+	}
+	return result("cuMemImportFromShareableHandle", err)
+}
+
+//export amemBindMulticast
+func amemBindMulticast(multicast C.CUmemGenericAllocationHandle, multicastOffset C.size_t,
+	handle C.CUmemGenericAllocationHandle, offset, size C.size_t, flags C.ulonglong) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuMulticastBindMem", r) }()
+	return result("cuMulticastBindMem", current.Space().BindMulticast(cuda.Handle(multicast), uint64(multicastOffset),
+		cuda.Handle(handle), uint64(offset), uint64(size), uint64(flags)))
+}
+
+//export amemKeep
+func amemKeep(ptr C.CUdeviceptr, _ C.size_t, why C.int) {
+	defer func() { guardCall(recover(), "keep", 0) }()
+	reason := vmm.KeepNIC
+	if why == C.AMEM_KEEP_MULTICAST {
+		reason = vmm.KeepMulticast
+	}
+	current.Space().Keep(cuda.Ptr(ptr), reason)
+}
+
+//export amemPause
+func amemPause(tags, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	return controlError(current.Pause(C.GoString(tags)), text)
+}
+
+//export amemResume
+func amemResume(tags, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	return controlError(current.Resume(C.GoString(tags)), text)
+}
+
+//export amemState
+func amemState() C.int { return C.int(current.State()) }
+
+//export amemStats
+func amemStats() (text *C.char) {
+	defer func() {
+		if guardCall(recover(), "stats", 0) != 0 {
+			text = nil
+		}
+	}()
+	body, err := json.Marshal(current.Stats(C.AMEM_VERSION))
+	if err != nil {
+		slog.Error("stats", "error", err)
+		return nil
+	}
+	return C.CString(string(body))
+}
+
+//export amemSetGroup
+func amemSetGroup(group C.int, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	return controlError(current.SetGroup(int(group)), text)
+}
+
+//export amemGetGroup
+func amemGetGroup() C.int { return C.int(current.Group()) }
+
+// controlError makes an amem_status of an error, and writes its text.
+func controlError(err error, text *C.char) C.int {
+	if err == nil {
+		return C.AMEM_OK
+	}
+	writeText(text, err)
+	var timeout *peer.TimeoutError
+	var oom *vmm.OutOfMemoryError
+	var host *offload.HostMemoryError
+	var call *cuda.CallError
+	switch {
+	case errors.Is(err, session.ErrArgument):
+		return C.AMEM_ERROR_INVALID_ARGUMENT
+	case errors.Is(err, session.ErrState):
+		return C.AMEM_ERROR_INVALID_STATE
+	case errors.Is(err, session.ErrNoCuMem):
+		return C.AMEM_ERROR_NO_CUMEM
+	case errors.As(err, &oom):
+		return C.AMEM_ERROR_OUT_OF_MEMORY
+	case errors.As(err, &host):
+		return C.AMEM_ERROR_HOST_MEMORY
+	case errors.As(err, &timeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded):
+		return C.AMEM_ERROR_TIMEOUT
+	case errors.As(err, &call):
+		return C.AMEM_ERROR_CUDA
+	case errors.Is(err, peer.ErrGone):
+		return C.AMEM_ERROR_PEER
+	}
+	return C.AMEM_ERROR_INTERNAL
+}
+
+func guardControl(r any, status C.int, text *C.char) C.int {
+	if r == nil {
+		return status
+	}
+	slog.Error("control", "panic", r, "stack", string(debug.Stack()))
+	writeText(text, fmt.Errorf("internal error: %v", r))
+	return C.AMEM_ERROR_INTERNAL
+}
+
+// writeText writes the error to a buffer of AMEM_ERROR_TEXT bytes.
+func writeText(text *C.char, err error) {
+	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), C.AMEM_ERROR_TEXT)
+	n := copy(to[:len(to)-1], err.Error())
+	to[n] = 0
+}

@@ -1,0 +1,92 @@
+/*
+ * amem: give the GPU memory that NCCL holds back to the device while the
+ * process lives on, and restore it at the same addresses with the same
+ * contents.
+ *
+ * Link with, or preload, libamem_hook.so. It loads the rest of amem when NCCL
+ * first asks for the CUDA driver. Every function may be called from any
+ * thread; none of them exits or aborts the process.
+ */
+#ifndef AMEM_H
+#define AMEM_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define AMEM_VERSION "0.1.0"
+
+typedef enum {
+    AMEM_OK = 0,
+    AMEM_ERROR_NOT_ENABLED = 1,    /* amem_enable was not called, or failed */
+    AMEM_ERROR_TOO_LATE = 2,       /* NCCL had the driver's functions before amem was enabled */
+    AMEM_ERROR_NO_NCCL = 3,        /* no libnccl.so.2 is loaded in this process */
+    AMEM_ERROR_NO_DRIVER = 4,      /* no libcuda.so.1, or no device */
+    AMEM_ERROR_NO_CUMEM = 5,       /* NCCL allocates with cudaMalloc: nothing can be paused */
+    AMEM_ERROR_INVALID_ARGUMENT = 6,
+    AMEM_ERROR_INVALID_STATE = 7,  /* not possible in the present state (a group ID set too late, ...) */
+    AMEM_ERROR_TIMEOUT = 8,        /* a peer or the device did not answer within AMEM_TIMEOUT_S */
+    AMEM_ERROR_OUT_OF_MEMORY = 9,  /* device memory on resume: the process stays paused, call again */
+    AMEM_ERROR_HOST_MEMORY = 10,   /* host memory on pause: the process stays active */
+    AMEM_ERROR_CUDA = 11,          /* a driver call failed; the message names it */
+    AMEM_ERROR_PEER = 12,          /* a peer process failed or is gone */
+    AMEM_ERROR_FORKED = 13,        /* a child of fork() of a process that had loaded amem */
+    AMEM_ERROR_CORE = 14,          /* libamem_nccl.so is missing or of another version */
+    AMEM_ERROR_INTERNAL = 15
+} amem_status;
+
+typedef enum {
+    AMEM_STATE_OFF = 0,      /* not enabled in this process */
+    AMEM_STATE_WAITING = 1,  /* enabled; libnccl is not loaded yet, or has not asked for the driver yet */
+    AMEM_STATE_ACTIVE = 2,
+    AMEM_STATE_PAUSED = 3
+} amem_state_t;
+
+/*
+ * Hooks the libnccl.so.2 that is loaded, or the one that will be. Call it
+ * before the first NCCL communicator. Calling it again does nothing.
+ */
+amem_status amem_enable(void);
+
+/*
+ * Gives back, or restores, the memory of the tags: a comma-separated list, or
+ * NULL for all. The one tag there is now is "nccl". Idempotent. On failure the
+ * process is as it was, and amem_last_error() says what to do.
+ */
+amem_status amem_pause(const char *tags);
+amem_status amem_resume(const char *tags);
+
+amem_state_t amem_state(void);
+
+/*
+ * Statistics as JSON text, to be released with amem_free(); NULL on failure.
+ * Sizes are bytes, times are seconds. docs/statistics.md lists the fields.
+ */
+char *amem_stats_json(void);
+void amem_free(char *text);
+
+/* Keeps jobs apart that share GPUs. Set it before the first communicator. */
+amem_status amem_set_group_id(int group);
+amem_status amem_get_group_id(int *group);
+
+/* Why this thread's last call of a function above failed; "" if it did not. */
+const char *amem_last_error(void);
+
+/* The release of the library; the same text as AMEM_VERSION. */
+const char *amem_version(void);
+
+/*
+ * The NCCL extensions of AMem, with ncclResult_t values. The communicator is
+ * accepted and ignored: pause and resume are process-wide.
+ */
+typedef struct ncclComm *amem_ncclComm_t;
+int ncclPause(amem_ncclComm_t *comm);
+int ncclResume(amem_ncclComm_t *comm);
+int ncclMemStats(void); /* writes the statistics to the log */
+int ncclSetGroupID(int group);
+int ncclGetGroupID(int *group);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,234 @@
+/* The public functions of amem.h. Each may be called from any thread. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "hook.h"
+
+#define PUBLIC __attribute__((visibility("default")))
+
+struct amem_config config;
+
+static pthread_mutex_t enabling = PTHREAD_MUTEX_INITIALIZER;
+static atomic_bool enabled;
+static __thread char last_error[AMEM_ERROR_TEXT];
+
+static amem_status fail(amem_status status, const char *text) {
+    snprintf(last_error, sizeof last_error, "%s", text);
+    return status;
+}
+
+PUBLIC const char *amem_last_error(void) { return last_error; }
+PUBLIC const char *amem_version(void) { return AMEM_VERSION; }
+PUBLIC void amem_free(char *text) { free(text); }
+
+static amem_status enable_locked(void) {
+    char text[AMEM_ERROR_TEXT] = "";
+    if (enabled) return AMEM_OK;
+    struct amem_config read;
+    amem_status status = config_read(&read, text);
+    if (status != AMEM_OK) return fail(status, text);
+    config = read;
+    log_level = read.log_level;
+    status = watch_start(text);
+    if (status != AMEM_OK) return fail(status, text);
+    enabled = true;
+    return AMEM_OK;
+}
+
+PUBLIC amem_status amem_enable(void) {
+    last_error[0] = 0;
+    pthread_mutex_lock(&enabling);
+    amem_status status = enable_locked();
+    pthread_mutex_unlock(&enabling);
+    return status;
+}
+
+/* Under LD_PRELOAD nobody calls amem_enable: preloading the library is the wish. */
+__attribute__((constructor)) static void enable_when_preloaded(void) {
+    const char *preload = getenv("LD_PRELOAD");
+    const char *wish = getenv("AMEM_ENABLE");
+    if (!preload || !strstr(preload, "libamem_hook.so") || (wish && !strcmp(wish, "0"))) return;
+    if (amem_enable() != AMEM_OK) log_line(LOG_ERROR, "not enabled: %s", last_error);
+}
+
+static bool cumem_off(void) {
+    const char *value = getenv("NCCL_CUMEM_ENABLE");
+    return value && !strcmp(value, "0");
+}
+
+static amem_status no_cumem(void) {
+    return fail(AMEM_ERROR_NO_CUMEM,
+                "NCCL_CUMEM_ENABLE=0 makes NCCL allocate with cudaMalloc, so there is nothing that could be paused: "
+                "unset it, or set it to 1, before the first NCCL communicator");
+}
+
+/*
+ * The core, for a call that needs it. NULL with *status AMEM_OK: NCCL has not
+ * been used yet, so there is no memory to speak of.
+ */
+static const struct amem_core *need_core(amem_status *status) {
+    char text[AMEM_ERROR_TEXT] = "";
+    *status = AMEM_OK;
+    if (core_forked()) {
+        *status = fail(AMEM_ERROR_FORKED,
+                       "this process was forked from one that had NCCL in use, and CUDA does not work in it: use the "
+                       "start method spawn, or forkserver started before NCCL is used");
+        return NULL;
+    }
+    if (watch_too_late()) {
+        watch_start(text);
+        *status = fail(AMEM_ERROR_TOO_LATE, text);
+        return NULL;
+    }
+    if (!enabled) {
+        *status = fail(AMEM_ERROR_NOT_ENABLED,
+                       "amem is not enabled in this process: call amem.enable(), or set AMEM_ENABLE=1 in the "
+                       "environment, before the first NCCL communicator");
+        return NULL;
+    }
+    const struct amem_core *core = core_loaded();
+    if (core) return core;
+    if ((*status = core_failure(text)) != AMEM_OK) {
+        fail(*status, text);
+        return NULL;
+    }
+    watch_start(text); /* libnccl may have come by a way that the watch does not see */
+    if (watch_too_late()) {
+        *status = fail(AMEM_ERROR_TOO_LATE, text);
+    } else if (cumem_off()) {
+        *status = no_cumem();
+    } else if (!watch_found()) {
+        *status = fail(AMEM_ERROR_NO_NCCL, "no libnccl.so.2 is loaded in this process, so there is nothing to pause: "
+                                           "import torch, or load NCCL, first; AMEM_NCCL_LIBRARY names another file");
+    } else if (!dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD) && !dlopen("libcuda.so.1", RTLD_LAZY)) {
+        *status = fail(AMEM_ERROR_NO_DRIVER,
+                       "no libcuda.so.1: the CUDA driver is not installed, or not on the library path");
+    }
+    return NULL;
+}
+
+static amem_status change(const char *tags, bool pause) {
+    last_error[0] = 0;
+    amem_status status;
+    const struct amem_core *core = need_core(&status);
+    if (!core) {
+        if (status == AMEM_OK && tags && strcmp(tags, "nccl"))
+            return fail(AMEM_ERROR_INVALID_ARGUMENT, "no such tag; the tags there are: nccl");
+        if (status == AMEM_OK)
+            log_line(LOG_WARN, "%s: NCCL has no memory in this process yet: nothing to do", pause ? "pause" : "resume");
+        return status;
+    }
+    char text[AMEM_ERROR_TEXT] = "";
+    status = (amem_status)(pause ? core->pause : core->resume)(tags, text);
+    if (status == AMEM_ERROR_NO_CUMEM && cumem_off()) return no_cumem();
+    return status == AMEM_OK ? AMEM_OK : fail(status, text);
+}
+
+PUBLIC amem_status amem_pause(const char *tags) { return change(tags, true); }
+PUBLIC amem_status amem_resume(const char *tags) { return change(tags, false); }
+
+PUBLIC amem_state_t amem_state(void) {
+    const struct amem_core *core = core_loaded();
+    if (core) return (amem_state_t)core->state();
+    return enabled && !core_forked() ? AMEM_STATE_WAITING : AMEM_STATE_OFF;
+}
+
+PUBLIC char *amem_stats_json(void) {
+    last_error[0] = 0;
+    const struct amem_core *core = core_loaded();
+    if (core) return core->stats();
+    char *text = NULL;
+    if (asprintf(&text, "{\"version\":\"%s\",\"state\":\"%s\",\"group\":%d}", AMEM_VERSION,
+                 amem_state() == AMEM_STATE_WAITING ? "waiting" : "off", config.group) < 0)
+        return NULL;
+    return text;
+}
+
+PUBLIC amem_status amem_set_group_id(int group) {
+    last_error[0] = 0;
+    if (group < 0) return fail(AMEM_ERROR_INVALID_ARGUMENT, "a group ID is a whole number from 0 to 2147483647");
+    if (core_forked()) {
+        amem_status status;
+        need_core(&status);
+        return status;
+    }
+    const struct amem_core *core = core_loaded();
+    if (!core) {
+        amem_status status = amem_enable();
+        if (status != AMEM_OK) return status;
+        config.group = group;
+        return AMEM_OK;
+    }
+    char text[AMEM_ERROR_TEXT] = "";
+    amem_status status = (amem_status)core->set_group(group, text);
+    return status == AMEM_OK ? AMEM_OK : fail(status, text);
+}
+
+PUBLIC amem_status amem_get_group_id(int *group) {
+    last_error[0] = 0;
+    if (!group) return fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_get_group_id: no place for the answer");
+    const struct amem_core *core = core_loaded();
+    *group = core ? core->get_group() : config.group;
+    return AMEM_OK;
+}
+
+/* ncclResult_t of the five extensions. */
+enum {
+    NCCL_SUCCESS = 0,
+    NCCL_UNHANDLED_CUDA_ERROR = 1,
+    NCCL_SYSTEM_ERROR = 2,
+    NCCL_INVALID_ARGUMENT = 4,
+    NCCL_INVALID_USAGE = 5,
+    NCCL_REMOTE_ERROR = 6
+};
+
+static int nccl_result(const char *function, amem_status status) {
+    if (status == AMEM_OK) return NCCL_SUCCESS;
+    log_line(LOG_ERROR, "%s: %s", function, last_error);
+    switch (status) {
+    case AMEM_ERROR_INVALID_ARGUMENT: return NCCL_INVALID_ARGUMENT;
+    case AMEM_ERROR_CUDA:
+    case AMEM_ERROR_OUT_OF_MEMORY: return NCCL_UNHANDLED_CUDA_ERROR;
+    case AMEM_ERROR_TIMEOUT:
+    case AMEM_ERROR_PEER: return NCCL_REMOTE_ERROR;
+    case AMEM_ERROR_HOST_MEMORY:
+    case AMEM_ERROR_CORE:
+    case AMEM_ERROR_INTERNAL:
+    case AMEM_ERROR_NO_DRIVER: return NCCL_SYSTEM_ERROR;
+    default: return NCCL_INVALID_USAGE;
+    }
+}
+
+PUBLIC int ncclPause(amem_ncclComm_t *comm) {
+    (void)comm;
+    return nccl_result("ncclPause", amem_pause("nccl"));
+}
+
+PUBLIC int ncclResume(amem_ncclComm_t *comm) {
+    (void)comm;
+    return nccl_result("ncclResume", amem_resume("nccl"));
+}
+
+PUBLIC int ncclMemStats(void) {
+    char *text = amem_stats_json();
+    if (!text) return NCCL_SYSTEM_ERROR;
+    fprintf(stderr, "amem statistics: %s\n", text);
+    amem_free(text);
+    return NCCL_SUCCESS;
+}
+
+PUBLIC int ncclSetGroupID(int group) { return nccl_result("ncclSetGroupID", amem_set_group_id(group)); }
+PUBLIC int ncclGetGroupID(int *group) { return nccl_result("ncclGetGroupID", amem_get_group_id(group)); }
+
+/*
+ * For an NCCL that is built to call amem from its own symbol loader: answers
+ * the function to use in place of the driver's function of this name.
+ */
+PUBLIC void *amem_hook_driver_table(const char *name, void *function);
+PUBLIC void *amem_hook_driver_table(const char *name, void *function) {
+    return amem_enable() == AMEM_OK ? driver_wrap(name, function) : function;
+}

@@ -1,0 +1,81 @@
+/* Loads libamem_nccl.so, the core, in the process whose NCCL first asks for the driver. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "hook.h"
+
+static struct amem_core core;
+static _Atomic(const struct amem_core *) loaded;
+static amem_status status = AMEM_OK;
+static char status_text[AMEM_ERROR_TEXT];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static atomic_bool forked;
+
+/* The Go runtime's threads do not exist in a child of fork(): nothing in the core may be called there. */
+static void in_child(void) {
+    forked = true;
+    loaded = NULL;
+}
+
+static bool core_path(char *path, size_t size) {
+    Dl_info self;
+    if (!dladdr((void *)core_load, &self) || !self.dli_fname) return false;
+    const char *slash = strrchr(self.dli_fname, '/');
+    int directory = slash ? (int)(slash - self.dli_fname) + 1 : 0;
+    return snprintf(path, size, "%.*slibamem_nccl.so", directory, self.dli_fname) < (int)size;
+}
+
+static amem_status load(void) {
+    char path[4096];
+    if (!core_path(path, sizeof path)) {
+        snprintf(status_text, sizeof status_text, "libamem_hook.so can't tell where it lies");
+        return AMEM_ERROR_CORE;
+    }
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (!library) {
+        snprintf(status_text, sizeof status_text, "amem's core can't be loaded: %.600s; install amem again", dlerror());
+        return AMEM_ERROR_CORE;
+    }
+    int (*init)(const struct amem_host *, struct amem_core *, char *);
+    *(void **)&init = dlsym(library, "amem_core_init");
+    if (!init) {
+        snprintf(status_text, sizeof status_text, "%.600s is not amem's core; install amem again", path);
+        return AMEM_ERROR_CORE;
+    }
+    pthread_atfork(NULL, NULL, in_child);
+    struct amem_host host = {.abi = AMEM_CORE_ABI, .version = AMEM_VERSION, .config = config, .guard = &driver_guard};
+    amem_status result = (amem_status)init(&host, &core, status_text);
+    if (result == AMEM_OK && (core.abi != AMEM_CORE_ABI || strcmp(core.version, AMEM_VERSION))) {
+        snprintf(status_text, sizeof status_text,
+                 "%.500s is of release %.40s, libamem_hook.so of %s; install amem again, and once only", path,
+                 core.version ? core.version : "?", AMEM_VERSION);
+        return AMEM_ERROR_CORE;
+    }
+    return result;
+}
+
+static void load_once(void) {
+    status = load();
+    if (status == AMEM_OK)
+        loaded = &core;
+    else
+        log_line(LOG_ERROR, "NCCL's memory can't be paused: %s", status_text);
+}
+
+const struct amem_core *core_load(void) {
+    if (forked) return NULL;
+    pthread_once(&once, load_once);
+    return loaded;
+}
+
+const struct amem_core *core_loaded(void) { return loaded; }
+
+amem_status core_failure(char *text) {
+    if (status != AMEM_OK) memcpy(text, status_text, sizeof status_text);
+    return status;
+}
+
+bool core_forked(void) { return forked; }

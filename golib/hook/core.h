@@ -1,0 +1,106 @@
+/*
+ * What the hook (libamem_hook.so, C) and the core (libamem_nccl.so, Go) offer
+ * each other. Both are of one release: AMEM_CORE_ABI and the version text must
+ * be the same, or the hook refuses the core.
+ */
+#ifndef AMEM_CORE_H
+#define AMEM_CORE_H
+
+#include <stdint.h>
+
+#include "../cuda/driver.h"
+
+#define AMEM_CORE_ABI 1
+
+/*
+ * A core function's answer for memory that is not amem's: the hook then makes
+ * the driver's call. No CUresult is negative.
+ */
+#define AMEM_PASS (-1)
+
+/*
+ * Virtual handles carry this tag in their upper 16 bits. The driver's handles
+ * are addresses in its own heap or small numbers: bits 63..48 clear.
+ */
+#define AMEM_HANDLE_TAG 0xA3E0000000000000ULL
+#define AMEM_HANDLE_TAG_MASK 0xFFFF000000000000ULL
+
+/* The environment, read and checked once by the hook. */
+struct amem_config {
+    int group;              /* AMEM_GROUPID */
+    int arena;              /* AMEM_ARENA: 0 gives each allocation a physical handle of its own */
+    int control_only;       /* AMEM_NCCL_OFFLOAD_FREE_TAG=7 */
+    int log_level;          /* AMEM_LOG or GMM_LOG: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace */
+    double timeout_seconds; /* AMEM_TIMEOUT_S */
+};
+
+/* While not 0, NCCL's kernel launches are refused. */
+enum {
+    AMEM_GUARD_OPEN = 0,
+    AMEM_GUARD_PAUSED = 1,
+    AMEM_GUARD_STALE = 2 /* a pause failed here while a peer paused: resume first */
+};
+
+/* Given to the core when it starts. */
+struct amem_host {
+    uint32_t abi;
+    const char *version;
+    struct amem_config config;
+    int *guard; /* one of AMEM_GUARD_*, accessed atomically */
+};
+
+#define AMEM_ERROR_TEXT 1024
+
+/*
+ * Given to the hook by the core. The driver wrappers are called on NCCL's
+ * threads and answer a CUresult or AMEM_PASS. The control functions answer an
+ * amem_status and write why they failed to text (AMEM_ERROR_TEXT bytes).
+ */
+struct amem_core {
+    uint32_t abi;
+    const char *version;
+
+    /* What cuMemGetAllocationGranularity answers NCCL's own allocator; 0 leaves the driver's. */
+    size_t granularity;
+
+    /* own: NCCL's own allocator asks. site: the address of the call, which tells purposes apart. */
+    CUresult (*create)(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+                       unsigned long long flags, int own, uintptr_t site);
+    CUresult (*release)(CUmemGenericAllocationHandle handle);
+    CUresult (*retain)(CUmemGenericAllocationHandle *handle, CUdeviceptr addr);
+    /* pending: the virtual handle that this thread created, imported or looked at just before, or 0. */
+    CUresult (*reserve)(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr, unsigned long long flags,
+                        CUmemGenericAllocationHandle pending);
+    CUresult (*address_free)(CUdeviceptr ptr, size_t size);
+    CUresult (*map)(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+                    unsigned long long flags);
+    CUresult (*unmap)(CUdeviceptr ptr, size_t size);
+    CUresult (*set_access)(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count);
+    CUresult (*address_range)(CUdeviceptr *base, size_t *size, CUdeviceptr ptr);
+    CUresult (*properties)(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle);
+    CUresult (*export_handle)(void *shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                              unsigned long long flags);
+    CUresult (*import_handle)(CUmemGenericAllocationHandle *handle, void *shareable, CUmemAllocationHandleType type);
+    CUresult (*bind_multicast)(CUmemGenericAllocationHandle multicast, size_t multicast_offset,
+                               CUmemGenericAllocationHandle handle, size_t offset, size_t size,
+                               unsigned long long flags);
+    /* The memory at ptr must stay where it is from now on; why: one of AMEM_KEEP_*. */
+    void (*keep)(CUdeviceptr ptr, size_t size, int why);
+
+    int (*pause)(const char *tags, char *text);
+    int (*resume)(const char *tags, char *text);
+    int (*state)(void); /* an amem_state_t */
+    char *(*stats)(void); /* JSON, malloc'd */
+    int (*set_group)(int group, char *text);
+    int (*get_group)(void);
+};
+
+enum {
+    AMEM_KEEP_NIC = 1,
+    AMEM_KEEP_MULTICAST = 2
+};
+
+/* The core's only exported symbol. Called once. Returns an amem_status. */
+int amem_core_init(const struct amem_host *host, struct amem_core *core, char *text);
+
+#endif

@@ -1,0 +1,353 @@
+/*
+ * The wrappers of the driver's functions that NCCL gets instead of the real
+ * ones. They run on NCCL's threads. What needs memory of its own (tables,
+ * slabs, peers) is the core's; here is the fast path: memory that is not
+ * amem's, the launch guard, and what belongs to a thread.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+
+#include "hook.h"
+
+int driver_guard = AMEM_GUARD_OPEN;
+
+/*
+ * NCCL's allocator asks for the granularity, creates, reserves and maps on one
+ * thread, in this order. These two remember where in it the thread is.
+ */
+static __thread bool own_allocator;                   /* the granularity was asked in the allocator's way */
+static __thread CUmemGenericAllocationHandle pending; /* the handle that the next reservation may be for */
+
+/* Why this thread's last kernel launch was refused, or NULL if it was not. */
+static __thread const char *refusal;
+
+static bool is_virtual(CUmemGenericAllocationHandle handle) {
+    return (handle & AMEM_HANDLE_TAG_MASK) == AMEM_HANDLE_TAG;
+}
+
+/* The real functions, stored when NCCL asks for them. */
+static struct {
+    CUresult (*GetProcAddress)(const char *, void **, int, cuuint64_t);
+    CUresult (*GetProcAddress_v2)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *);
+    CUresult (*GetErrorString)(CUresult, const char **);
+    CUresult (*MemCreate)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long);
+    CUresult (*MemRelease)(CUmemGenericAllocationHandle);
+    CUresult (*MemRetainAllocationHandle)(CUmemGenericAllocationHandle *, void *);
+    CUresult (*MemAddressReserve)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long);
+    CUresult (*MemAddressFree)(CUdeviceptr, size_t);
+    CUresult (*MemMap)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long);
+    CUresult (*MemUnmap)(CUdeviceptr, size_t);
+    CUresult (*MemSetAccess)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t);
+    CUresult (*MemGetAddressRange)(CUdeviceptr *, size_t *, CUdeviceptr);
+    CUresult (*MemGetAllocationGranularity)(size_t *, const CUmemAllocationProp *, CUmemAllocationGranularity_flags);
+    CUresult (*MemGetAllocationPropertiesFromHandle)(CUmemAllocationProp *, CUmemGenericAllocationHandle);
+    CUresult (*MemExportToShareableHandle)(void *, CUmemGenericAllocationHandle, CUmemAllocationHandleType,
+                                           unsigned long long);
+    CUresult (*MemImportFromShareableHandle)(CUmemGenericAllocationHandle *, void *, CUmemAllocationHandleType);
+    CUresult (*MemGetHandleForAddressRange)(void *, CUdeviceptr, size_t, CUmemRangeHandleType, unsigned long long);
+    CUresult (*MulticastBindMem)(CUmemGenericAllocationHandle, size_t, CUmemGenericAllocationHandle, size_t, size_t,
+                                 unsigned long long);
+    CUresult (*MulticastBindAddr)(CUmemGenericAllocationHandle, size_t, CUdeviceptr, size_t, unsigned long long);
+    /* Of the launches there is one for the legacy and one for the per-thread default stream. */
+    CUresult (*LaunchKernel[2])(CUfunction, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
+                                unsigned int, unsigned int, CUstream, void **, void **);
+    CUresult (*LaunchKernelEx[2])(const CUlaunchConfig *, CUfunction, void **, void **);
+} real;
+
+/* Makes the core's call, and the driver's where the memory is not the core's. */
+#define CORE_OR_DRIVER(core_call, driver_call)              \
+    const struct amem_core *core = core_loaded();           \
+    CUresult result = core ? core->core_call : AMEM_PASS;   \
+    return result == AMEM_PASS ? real.driver_call : result
+
+static CUresult granularity(size_t *bytes, const CUmemAllocationProp *prop, CUmemAllocationGranularity_flags flag) {
+    CUresult result = real.MemGetAllocationGranularity(bytes, prop, flag);
+    const struct amem_core *core = core_loaded();
+    /*
+     * NCCL's own allocator asks for the minimum; ncclMemAlloc, NVLS and
+     * symmetric windows, whose memory must stay the driver's, for the
+     * recommended one (alloc.h, allocator.cc, nvls.cc, dev_runtime.cc of 2.27
+     * to 2.30).
+     */
+    own_allocator = core && !result && flag == CU_MEM_ALLOC_GRANULARITY_MINIMUM &&
+                    prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    if (own_allocator && core->granularity) *bytes = core->granularity;
+    return result;
+}
+
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+                       unsigned long long flags) {
+    const struct amem_core *core = core_loaded();
+    bool own = own_allocator;
+    own_allocator = false;
+    pending = 0;
+    if (!core || !prop || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+        return real.MemCreate(handle, size, prop, flags);
+    CUresult result = core->create(handle, size, prop, flags, own, (uintptr_t)__builtin_return_address(0));
+    if (result == AMEM_PASS) return real.MemCreate(handle, size, prop, flags);
+    if (!result) pending = *handle;
+    return result;
+}
+
+static CUresult release(CUmemGenericAllocationHandle handle) {
+    if (pending == handle) pending = 0;
+    if (!is_virtual(handle)) return real.MemRelease(handle);
+    CORE_OR_DRIVER(release(handle), MemRelease(handle));
+}
+
+static CUresult retain(CUmemGenericAllocationHandle *handle, void *addr) {
+    CORE_OR_DRIVER(retain(handle, (CUdeviceptr)(uintptr_t)addr), MemRetainAllocationHandle(handle, addr));
+}
+
+static CUresult reserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr, unsigned long long flags) {
+    CUmemGenericAllocationHandle handle = pending;
+    pending = 0;
+    CORE_OR_DRIVER(reserve(ptr, size, alignment, addr, flags, handle),
+                   MemAddressReserve(ptr, size, alignment, addr, flags));
+}
+
+static CUresult address_free(CUdeviceptr ptr, size_t size) {
+    CORE_OR_DRIVER(address_free(ptr, size), MemAddressFree(ptr, size));
+}
+
+static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+                    unsigned long long flags) {
+    if (!is_virtual(handle)) return real.MemMap(ptr, size, offset, handle, flags);
+    CORE_OR_DRIVER(map(ptr, size, offset, handle, flags), MemMap(ptr, size, offset, handle, flags));
+}
+
+static CUresult unmap(CUdeviceptr ptr, size_t size) { CORE_OR_DRIVER(unmap(ptr, size), MemUnmap(ptr, size)); }
+
+static CUresult set_access(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count) {
+    CORE_OR_DRIVER(set_access(ptr, size, desc, count), MemSetAccess(ptr, size, desc, count));
+}
+
+static CUresult address_range(CUdeviceptr *base, size_t *size, CUdeviceptr ptr) {
+    CORE_OR_DRIVER(address_range(base, size, ptr), MemGetAddressRange(base, size, ptr));
+}
+
+static CUresult properties(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle) {
+    if (!is_virtual(handle)) return real.MemGetAllocationPropertiesFromHandle(prop, handle);
+    const struct amem_core *core = core_loaded();
+    if (!core) return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = core->properties(prop, handle);
+    /* A second device of this process looks at a handle before it reserves and maps it for itself. */
+    if (!result) pending = handle;
+    return result;
+}
+
+static CUresult export_handle(void *shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                              unsigned long long flags) {
+    if (!is_virtual(handle)) return real.MemExportToShareableHandle(shareable, handle, type, flags);
+    CORE_OR_DRIVER(export_handle(shareable, handle, type, flags),
+                   MemExportToShareableHandle(shareable, handle, type, flags));
+}
+
+static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *shareable, CUmemAllocationHandleType type) {
+    const struct amem_core *core = core_loaded();
+    pending = 0;
+    CUresult result = core ? core->import_handle(handle, shareable, type) : AMEM_PASS;
+    if (result == AMEM_PASS) return real.MemImportFromShareableHandle(handle, shareable, type);
+    if (!result) pending = *handle;
+    return result;
+}
+
+static CUresult handle_for_address_range(void *handle, CUdeviceptr ptr, size_t size, CUmemRangeHandleType type,
+                                         unsigned long long flags) {
+    const struct amem_core *core = core_loaded();
+    if (core) core->keep(ptr, size, AMEM_KEEP_NIC);
+    return real.MemGetHandleForAddressRange(handle, ptr, size, type, flags);
+}
+
+static CUresult multicast_bind_mem(CUmemGenericAllocationHandle multicast, size_t multicast_offset,
+                                   CUmemGenericAllocationHandle handle, size_t offset, size_t size,
+                                   unsigned long long flags) {
+    if (!is_virtual(handle)) return real.MulticastBindMem(multicast, multicast_offset, handle, offset, size, flags);
+    CORE_OR_DRIVER(bind_multicast(multicast, multicast_offset, handle, offset, size, flags),
+                   MulticastBindMem(multicast, multicast_offset, handle, offset, size, flags));
+}
+
+static CUresult multicast_bind_addr(CUmemGenericAllocationHandle multicast, size_t offset, CUdeviceptr ptr,
+                                    size_t size, unsigned long long flags) {
+    const struct amem_core *core = core_loaded();
+    if (core) core->keep(ptr, size, AMEM_KEEP_MULTICAST);
+    return real.MulticastBindAddr(multicast, offset, ptr, size, flags);
+}
+
+/* Whether a kernel of NCCL may not run now. The log tells it once a pause. */
+static bool refused(void) {
+    static atomic_int told = AMEM_GUARD_OPEN;
+    int guard = __atomic_load_n(&driver_guard, __ATOMIC_ACQUIRE);
+    if (guard == AMEM_GUARD_OPEN) {
+        told = AMEM_GUARD_OPEN;
+        refusal = NULL;
+        return false;
+    }
+    refusal = guard == AMEM_GUARD_PAUSED
+                  ? "amem refused a collective because NCCL's memory is paused: call amem.resume() first"
+                  : "amem refused a collective because a peer's memory is paused, after a pause that failed here: call "
+                    "amem.resume() first";
+    if (atomic_exchange(&told, guard) != guard) log_line(LOG_ERROR, "%s", refusal);
+    return true;
+}
+
+/* NCCL puts this text into the error that its caller sees. */
+static CUresult error_string(CUresult error, const char **text) {
+    if (error == CUDA_ERROR_ILLEGAL_STATE && refusal) {
+        *text = refusal;
+        return CUDA_SUCCESS;
+    }
+    return real.GetErrorString(error, text);
+}
+
+#define LAUNCH_KERNEL(suffix, variant)                                                                              \
+    static CUresult launch_kernel##suffix(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,           \
+                                          unsigned int bx, unsigned int by, unsigned int bz, unsigned int shared,    \
+                                          CUstream stream, void **params, void **extra) {                            \
+        if (refused()) return CUDA_ERROR_ILLEGAL_STATE;                                                              \
+        return real.LaunchKernel[variant](f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);                 \
+    }                                                                                                                \
+    static CUresult launch_kernel_ex##suffix(const CUlaunchConfig *launch, CUfunction f, void **params,              \
+                                             void **extra) {                                                         \
+        if (refused()) return CUDA_ERROR_ILLEGAL_STATE;                                                              \
+        return real.LaunchKernelEx[variant](launch, f, params, extra);                                               \
+    }
+LAUNCH_KERNEL(_legacy, 0)
+LAUNCH_KERNEL(_per_thread, 1)
+
+static CUresult get_proc_address(const char *symbol, void **function, int version, cuuint64_t flags);
+static CUresult get_proc_address_v2(const char *symbol, void **function, int version, cuuint64_t flags,
+                                    CUdriverProcAddressQueryResult *status);
+
+static const struct {
+    const char *name;
+    void *wrapper;
+    void *real; /* where the real function is stored */
+} wrappers[] = {
+    {"cuGetErrorString", error_string, &real.GetErrorString},
+    {"cuMemCreate", create, &real.MemCreate},
+    {"cuMemRelease", release, &real.MemRelease},
+    {"cuMemRetainAllocationHandle", retain, &real.MemRetainAllocationHandle},
+    {"cuMemAddressReserve", reserve, &real.MemAddressReserve},
+    {"cuMemAddressFree", address_free, &real.MemAddressFree},
+    {"cuMemMap", map, &real.MemMap},
+    {"cuMemUnmap", unmap, &real.MemUnmap},
+    {"cuMemSetAccess", set_access, &real.MemSetAccess},
+    {"cuMemGetAddressRange", address_range, &real.MemGetAddressRange},
+    {"cuMemGetAllocationGranularity", granularity, &real.MemGetAllocationGranularity},
+    {"cuMemGetAllocationPropertiesFromHandle", properties, &real.MemGetAllocationPropertiesFromHandle},
+    {"cuMemExportToShareableHandle", export_handle, &real.MemExportToShareableHandle},
+    {"cuMemImportFromShareableHandle", import_handle, &real.MemImportFromShareableHandle},
+    {"cuMemGetHandleForAddressRange", handle_for_address_range, &real.MemGetHandleForAddressRange},
+    {"cuMulticastBindMem", multicast_bind_mem, &real.MulticastBindMem},
+    {"cuMulticastBindAddr", multicast_bind_addr, &real.MulticastBindAddr},
+};
+
+static void *store(void *slot, void *function, void *wrapper) {
+    __atomic_store_n((void **)slot, function, __ATOMIC_RELEASE);
+    return wrapper;
+}
+
+/* The function that NCCL gets for the driver's function of this name. */
+static void *wrap(const char *name, void *function, int version, cuuint64_t flags) {
+    if (!core_load()) return function; /* the failure is told by core_load, and by every pause */
+    int per_thread = (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0;
+    if (!strcmp(name, "cuGetProcAddress"))
+        return version >= 12000 ? store(&real.GetProcAddress_v2, function, (void *)get_proc_address_v2)
+                                : store(&real.GetProcAddress, function, (void *)get_proc_address);
+    if (!strcmp(name, "cuLaunchKernel"))
+        return store(&real.LaunchKernel[per_thread], function,
+                     per_thread ? (void *)launch_kernel_per_thread : (void *)launch_kernel_legacy);
+    if (!strcmp(name, "cuLaunchKernelEx"))
+        return store(&real.LaunchKernelEx[per_thread], function,
+                     per_thread ? (void *)launch_kernel_ex_per_thread : (void *)launch_kernel_ex_legacy);
+    for (size_t i = 0; i < sizeof wrappers / sizeof *wrappers; i++)
+        if (!strcmp(name, wrappers[i].name)) return store(wrappers[i].real, function, wrappers[i].wrapper);
+    return function;
+}
+
+void *driver_wrap(const char *name, void *function) { return wrap(name, function, 12000, 0); }
+
+static CUresult get_proc_address(const char *symbol, void **function, int version, cuuint64_t flags) {
+    CUresult result = real.GetProcAddress(symbol, function, version, flags);
+    if (!result && function && *function) *function = wrap(symbol, *function, version, flags);
+    return result;
+}
+
+static CUresult get_proc_address_v2(const char *symbol, void **function, int version, cuuint64_t flags,
+                                    CUdriverProcAddressQueryResult *status) {
+    CUresult result = real.GetProcAddress_v2(symbol, function, version, flags, status);
+    if (!result && function && *function) *function = wrap(symbol, *function, version, flags);
+    return result;
+}
+
+/* The NIC keeps the pages of what is registered with it: such memory must not move. */
+static struct {
+    void *(*reg_mr)(void *, void *, size_t, int);
+    void *(*reg_mr_iova2)(void *, void *, size_t, uint64_t, unsigned int);
+} ibv;
+
+static void keep_for_nic(const void *addr, size_t length) {
+    const struct amem_core *core = core_loaded();
+    if (core) core->keep((CUdeviceptr)(uintptr_t)addr, length, AMEM_KEEP_NIC);
+}
+
+static void *ibv_reg_mr(void *pd, void *addr, size_t length, int access) {
+    keep_for_nic(addr, length);
+    return ibv.reg_mr(pd, addr, length, access);
+}
+
+static void *ibv_reg_mr_iova2(void *pd, void *addr, size_t length, uint64_t iova, unsigned int access) {
+    keep_for_nic(addr, length);
+    return ibv.reg_mr_iova2(pd, addr, length, iova, access);
+}
+
+static void *wrap_lookup(const char *name, void *function) {
+    if (!function) return NULL;
+    if (!strcmp(name, "ibv_reg_mr")) return store(&ibv.reg_mr, function, (void *)ibv_reg_mr);
+    if (!strcmp(name, "ibv_reg_mr_iova2")) return store(&ibv.reg_mr_iova2, function, (void *)ibv_reg_mr_iova2);
+    if (strncmp(name, "cu", 2) || core_forked()) return function;
+    if (!strcmp(name, "cuGetProcAddress_v2")) return wrap("cuGetProcAddress", function, 12000, 0);
+    if (!strcmp(name, "cuMemGetAddressRange_v2")) return wrap("cuMemGetAddressRange", function, 0, 0);
+    return wrap(name, function, 0, 0);
+}
+
+void *driver_dlsym(void *handle, const char *name) { return wrap_lookup(name, dlsym(handle, name)); }
+
+void *driver_dlvsym(void *handle, const char *name, const char *version) {
+    return wrap_lookup(name, dlvsym(handle, name, version));
+}
+
+/* A dynamically linked CUDA runtime: NCCL asks it for the driver's functions one by one. */
+static void *runtime_function(const char *name) {
+    static void *(*const lookup)(void *, const char *) = dlsym;
+    void *function = lookup(RTLD_DEFAULT, name);
+    static const char *const runtimes[] = {"libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"};
+    for (size_t i = 0; !function && i < sizeof runtimes / sizeof *runtimes; i++) {
+        void *runtime = dlopen(runtimes[i], RTLD_LAZY | RTLD_NOLOAD);
+        if (runtime) function = lookup(runtime, name);
+    }
+    return function;
+}
+
+enum { CUDA_RUNTIME_SYMBOL_NOT_FOUND = 500 };
+
+int driver_entry_point(const char *symbol, void **function, unsigned long long flags, int *status) {
+    int (*entry_point)(const char *, void **, unsigned long long, int *);
+    *(void **)&entry_point = runtime_function("cudaGetDriverEntryPoint");
+    if (!entry_point) return CUDA_RUNTIME_SYMBOL_NOT_FOUND;
+    int result = entry_point(symbol, function, flags, status);
+    if (!result && function && *function) *function = wrap(symbol, *function, 12000, flags);
+    return result;
+}
+
+int driver_entry_point_by_version(const char *symbol, void **function, unsigned int version,
+                                  unsigned long long flags, int *status) {
+    int (*entry_point)(const char *, void **, unsigned int, unsigned long long, int *);
+    *(void **)&entry_point = runtime_function("cudaGetDriverEntryPointByVersion");
+    if (!entry_point) return CUDA_RUNTIME_SYMBOL_NOT_FOUND;
+    int result = entry_point(symbol, function, version, flags, status);
+    if (!result && function && *function) *function = wrap(symbol, *function, (int)version, flags);
+    return result;
+}

@@ -1,0 +1,62 @@
+/* What the files of libamem_hook.so share. */
+#ifndef AMEM_HOOK_H
+#define AMEM_HOOK_H
+
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "amem.h"
+#include "core.h"
+
+/* config.c: the environment, checked. On failure text says which variable, what it was and what it may be. */
+amem_status config_read(struct amem_config *config, char *text);
+
+/* log.c: one line to stderr, if the level is enabled. Any thread. */
+enum { LOG_ERROR = 1, LOG_WARN = 2, LOG_INFO = 3, LOG_DEBUG = 4 };
+extern int log_level;
+void log_line(int level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* elf.c: the objects loaded in this process and their GOT slots. */
+struct object {
+    char path[512];
+    size_t base;       /* load address */
+    const void *phdr;
+    int phdr_count;
+};
+/* How many objects were ever loaded: changes whenever a library is. */
+unsigned long long elf_loads(void);
+/* Calls visit for each loaded object, with no lock of the dynamic linker held. */
+void elf_each(void (*visit)(const struct object *object, void *arg), void *arg);
+/* Replaces the GOT slots of the symbol in the object by value; returns how many there were. */
+int elf_replace(const struct object *object, const char *symbol, void *value);
+/* Whether one of the n values stands as a pointer in the object's writable memory. */
+bool elf_holds(const struct object *object, void *const *values, int n);
+
+/* watch.c: finds libnccl, now or when it is loaded. */
+amem_status watch_start(char *text);
+bool watch_found(void);   /* a libnccl has been hooked */
+bool watch_too_late(void); /* a libnccl was found that had the driver's functions already */
+
+/* driver.c: the wrappers of the driver's functions. */
+void *driver_dlsym(void *handle, const char *name);                       /* for libnccl's slot of dlsym */
+void *driver_dlvsym(void *handle, const char *name, const char *version); /* and of dlvsym */
+int driver_entry_point(const char *symbol, void **function, unsigned long long flags, int *status);
+int driver_entry_point_by_version(const char *symbol, void **function, unsigned int version,
+                                  unsigned long long flags, int *status);
+/* What NCCL gets in place of the driver's function of this name. */
+void *driver_wrap(const char *name, void *function);
+/* One of AMEM_GUARD_*; set by the core. */
+extern int driver_guard;
+
+/* core.c: libamem_nccl.so, loaded when NCCL first asks for the driver. */
+const struct amem_core *core_load(void); /* loads it on the first call; NULL on failure */
+const struct amem_core *core_loaded(void); /* NULL before core_load, after a failure, and in a forked child */
+amem_status core_failure(char *text);    /* why core_load failed, or AMEM_OK */
+bool core_forked(void);
+
+/* api.c */
+extern struct amem_config config;
+
+#endif

@@ -1,0 +1,154 @@
+/*
+ * Finds libnccl.so.2 and replaces the GOT slots through which it reaches the
+ * driver. A libnccl that is loaded later is found when somebody next calls
+ * dlopen or dlsym: the slots of these two are replaced in the objects that
+ * load libraries for others (the program itself, libpython and _ctypes) by
+ * functions that look for new libraries first and then jump to the real one.
+ * A library that was loaded by name or as a dependency is always followed by
+ * such a call before its first use: Python's import looks up PyInit_*, ctypes
+ * looks up the function it calls.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "hook.h"
+
+static pthread_mutex_t scanning = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic unsigned long long scanned_loads;
+static atomic_bool found, too_late;
+
+bool watch_found(void) { return found; }
+bool watch_too_late(void) { return too_late; }
+
+/*
+ * A tail call keeps the caller's return address, by which dlopen and dlsym
+ * know whose search path and scope count. Clang is told; GCC does it at -O2.
+ */
+#if defined(__has_attribute)
+#if __has_attribute(musttail)
+#define TAIL __attribute__((musttail))
+#endif
+#endif
+#ifndef TAIL
+#define TAIL
+#endif
+
+static void scan(void);
+
+static void *watching_dlopen(const char *file, int mode) {
+    scan();
+    TAIL return dlopen(file, mode);
+}
+
+static void *watching_dlsym(void *handle, const char *name) {
+    scan();
+    TAIL return dlsym(handle, name);
+}
+
+static const char *base_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+static bool is_nccl(const struct object *object) {
+    const char *chosen = getenv("AMEM_NCCL_LIBRARY");
+    if (chosen && *chosen) return !strcmp(object->path, chosen) || !strcmp(base_name(object->path), chosen);
+    return !strncmp(base_name(object->path), "libnccl.so", strlen("libnccl.so"));
+}
+
+static bool loads_for_others(const struct object *object) {
+    const char *name = base_name(object->path);
+    return !*name /* the program itself */ || !strncmp(name, "libpython", strlen("libpython")) ||
+           !strncmp(name, "_ctypes.", strlen("_ctypes."));
+}
+
+/* Whether this libnccl has asked for the driver before: then it holds the driver's functions, not ours. */
+static bool has_begun(const struct object *object) {
+    void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    if (!driver) return false;
+    void *functions[4] = {dlsym(driver, "cuGetProcAddress_v2"), dlsym(driver, "cuMemCreate")};
+    CUresult (*lookup)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *);
+    *(void **)&lookup = functions[0];
+    if (lookup) {
+        lookup("cuMemCreate", &functions[2], 12000, CU_GET_PROC_ADDRESS_DEFAULT, NULL);
+        lookup("cuGetProcAddress", &functions[3], 12000, CU_GET_PROC_ADDRESS_DEFAULT, NULL);
+    }
+    bool begun = elf_holds(object, functions, 4);
+    dlclose(driver);
+    return begun;
+}
+
+static void hook_nccl(const struct object *object) {
+    if (elf_replace(object, "dlsym", (void *)driver_dlsym) +
+            elf_replace(object, "cudaGetDriverEntryPoint", (void *)driver_entry_point) +
+            elf_replace(object, "cudaGetDriverEntryPointByVersion", (void *)driver_entry_point_by_version) ==
+        0) {
+        log_line(LOG_ERROR, "%s has no slot through which it could reach the driver: it can't be paused",
+                 object->path);
+        return;
+    }
+    elf_replace(object, "dlvsym", (void *)driver_dlvsym);
+    if (has_begun(object)) {
+        too_late = true;
+        log_line(LOG_ERROR,
+                 "NCCL (%s) was used before amem was enabled, so its memory can't be paused: enable amem before the "
+                 "first NCCL communicator",
+                 object->path);
+        return;
+    }
+    /* It must stay where it is: its slots hold our functions. */
+    dlopen(object->path, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+    found = true;
+    log_line(LOG_INFO, "hooked %s", object->path);
+}
+
+struct hooked {
+    size_t base[64];
+    int count;
+};
+
+static void visit(const struct object *object, void *arg) {
+    struct hooked *hooked = arg;
+    if (is_nccl(object)) {
+        for (int i = 0; i < hooked->count; i++)
+            if (hooked->base[i] == object->base) return;
+        if (hooked->count < (int)(sizeof hooked->base / sizeof *hooked->base))
+            hooked->base[hooked->count++] = object->base;
+        hook_nccl(object);
+    } else if (loads_for_others(object)) {
+        elf_replace(object, "dlopen", (void *)watching_dlopen);
+        elf_replace(object, "dlsym", (void *)watching_dlsym);
+    }
+}
+
+/* Any thread. Cheap when nothing has been loaded since the last time. */
+static void scan(void) {
+    static struct hooked hooked;
+    unsigned long long loads = elf_loads();
+    if (loads == scanned_loads || core_forked()) return;
+    pthread_mutex_lock(&scanning);
+    elf_each(visit, &hooked);
+    scanned_loads = loads;
+    pthread_mutex_unlock(&scanning);
+}
+
+/* A child of fork() must not find the lock held by a thread that it does not have. */
+static void lock_scanning(void) { pthread_mutex_lock(&scanning); }
+static void unlock_scanning(void) { pthread_mutex_unlock(&scanning); }
+
+amem_status watch_start(char *text) {
+    static atomic_flag registered = ATOMIC_FLAG_INIT;
+    if (!atomic_flag_test_and_set(&registered)) pthread_atfork(lock_scanning, unlock_scanning, unlock_scanning);
+    scan();
+    if (too_late) {
+        snprintf(text, AMEM_ERROR_TEXT,
+                 "NCCL was used in this process before amem was enabled, so its memory can't be paused: call "
+                 "amem.enable(), or set AMEM_ENABLE=1 in the environment, before the first NCCL communicator");
+        return AMEM_ERROR_TOO_LATE;
+    }
+    return AMEM_OK;
+}

@@ -1,0 +1,399 @@
+// Package peer connects the processes that share GPU memory: it hands out file
+// descriptors of memory blocks, and lets processes agree on when all of them
+// have stopped and when all are ready again.
+//
+// Each process listens on an abstract Unix socket that is named after a random
+// identity; a descriptor that travels through NCCL names the owner, so each
+// process knows exactly whose memory it maps and who maps its own.
+//
+// No lock is held while waiting for a socket or for a peer, and answering a
+// peer needs nothing but this package's own lock and the Handler. Every wait
+// has the caller's deadline, and its error names the processes waited for.
+package peer
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// ID is a process's random identity: pids are used again, this is not.
+type ID [16]byte
+
+func (id ID) String() string { return hex.EncodeToString(id[:]) }
+
+// MarshalText writes the identity as hexadecimal digits.
+func (id ID) MarshalText() ([]byte, error) { return []byte(id.String()), nil }
+
+// UnmarshalText reads what MarshalText wrote.
+func (id *ID) UnmarshalText(text []byte) error {
+	if len(text) != 2*len(id) {
+		return fmt.Errorf("process identity of %d digits, not %d", len(text), 2*len(id))
+	}
+	_, err := hex.Decode(id[:], text)
+	return err
+}
+
+// Identity says who a process is.
+type Identity struct {
+	ID    ID
+	PID   int
+	Group int
+}
+
+func (i Identity) String() string { return fmt.Sprintf("pid %d (group %d)", i.PID, i.Group) }
+
+func (i Identity) socket() *net.UnixAddr {
+	return &net.UnixAddr{Name: "@amem-" + i.ID.String(), Net: "unixpacket"}
+}
+
+// Handler is what a Node asks of its process. It is called on the Node's
+// goroutines, by several at once.
+type Handler interface {
+	// Serve answers a descriptor of each block, in order, the caller's to
+	// close, and the generation they belong to. It waits until the blocks have
+	// memory, or ctx ends. The peer gets ErrGone for a block that is no more.
+	Serve(ctx context.Context, to Identity, blocks []uint64) (fds []int, generation uint64, err error)
+	// PeerChanged is called when a peer has paused, is ready again, or is gone.
+	PeerChanged()
+}
+
+// ErrGone says that the owner has freed the block, or is gone itself.
+var ErrGone = errors.New("the memory's owner has freed it or has ended")
+
+// link is what is known of one other process.
+type link struct {
+	who     Identity
+	imports map[uint64]bool // blocks of theirs that we map
+	exports map[uint64]bool // blocks of ours that they map
+	gone    bool
+
+	stops      uint64 // the last pause that they started
+	readies    uint64 // the last pause that they ended or retracted
+	met        uint64 // their last pause that ours has taken into account
+	generation uint64 // of their memory, as of their last kindReady
+
+	watched bool   // a connection is kept open to learn of their end
+	idle    []conn // for requests
+}
+
+func (l *link) neighbour() bool { return !l.gone && len(l.imports)+len(l.exports) > 0 }
+func (l *link) stopped() bool   { return l.stops > l.readies }
+
+// Node is this process's end of all connections.
+type Node struct {
+	handler  Handler
+	timeout  time.Duration
+	listener *net.UnixListener
+
+	mu         sync.Mutex
+	self       Identity
+	links      map[ID]*link
+	stops      uint64 // the last pause that we started
+	readies    uint64 // the last pause that we ended or retracted
+	generation uint64
+	changed    chan struct{} // closed, and replaced, when anything above changes
+}
+
+// Listen starts to serve peers. timeout bounds each answer to a peer.
+func Listen(group int, handler Handler, timeout time.Duration) (*Node, error) {
+	n := &Node{handler: handler, timeout: timeout, links: map[ID]*link{}, changed: make(chan struct{})}
+	n.self = Identity{PID: os.Getpid(), Group: group}
+	if _, err := rand.Read(n.self.ID[:]); err != nil {
+		return nil, err
+	}
+	listener, err := net.ListenUnix("unixpacket", n.self.socket())
+	if err != nil {
+		return nil, fmt.Errorf("listen for peers: %w", err)
+	}
+	n.listener = listener
+	go n.accept()
+	return n, nil
+}
+
+// Close stops serving; connections to peers end.
+func (n *Node) Close() {
+	_ = n.listener.Close()
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, l := range n.links {
+		for _, c := range l.idle {
+			_ = c.Close()
+		}
+		l.idle = nil
+	}
+}
+
+// Self answers this process's identity.
+func (n *Node) Self() Identity {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.self
+}
+
+// SetGroup changes the group; only while no peer knows this process.
+func (n *Node) SetGroup(group int) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if len(n.links) > 0 {
+		return errors.New("peers know this process already")
+	}
+	n.self.Group = group
+	return nil
+}
+
+// update changes the state under the lock and wakes all who wait for a change.
+func (n *Node) update(f func()) {
+	n.mu.Lock()
+	f()
+	close(n.changed)
+	n.changed = make(chan struct{})
+	n.mu.Unlock()
+}
+
+// link answers what is known of a process. n.mu is held.
+func (n *Node) link(who Identity) *link {
+	l := n.links[who.ID]
+	if l == nil {
+		l = &link{who: who, imports: map[uint64]bool{}, exports: map[uint64]bool{}}
+		n.links[who.ID] = l
+	}
+	return l
+}
+
+// learn notes how far a process is, as its hello says.
+func (l *link) learn(m message) {
+	l.stops = max(l.stops, m.Pause)
+	l.readies = max(l.readies, m.Ready)
+	l.generation = max(l.generation, m.Generation)
+}
+
+func (n *Node) hello(watch bool) message {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return message{Kind: kindHello, Version: protocolVersion, From: n.self, Watch: watch,
+		Pause: n.stops, Ready: n.readies, Generation: n.generation}
+}
+
+// dial connects to a process and exchanges hellos with it.
+func (n *Node) dial(ctx context.Context, who Identity, watch bool) (conn, error) {
+	var dialer net.Dialer
+	raw, err := dialer.DialContext(ctx, "unixpacket", who.socket().Name)
+	if err != nil {
+		if errors.Is(err, unix.ECONNREFUSED) {
+			return conn{}, fmt.Errorf("%s: %w", who, ErrGone)
+		}
+		return conn{}, fmt.Errorf("connect to %s: %w", who, err)
+	}
+	c := conn{raw.(*net.UnixConn)}
+	reply, err := n.introduce(ctx, c, watch)
+	if err == nil && reply.From.ID != who.ID {
+		err = fmt.Errorf("it says to be %s", reply.From)
+	}
+	if err != nil {
+		_ = c.Close()
+		return conn{}, fmt.Errorf("connect to %s: %w", who, err)
+	}
+	n.update(func() { n.link(reply.From).learn(reply) })
+	return c, nil
+}
+
+func (n *Node) introduce(ctx context.Context, c conn, watch bool) (message, error) {
+	if err := c.checkUser(); err != nil {
+		return message{}, err
+	}
+	if err := c.send(ctx, n.hello(watch), nil); err != nil {
+		return message{}, err
+	}
+	reply, fds, err := c.receive(ctx)
+	closeAll(fds)
+	if err != nil {
+		return message{}, err
+	}
+	if reply.Kind != kindHello || reply.Version != protocolVersion {
+		return message{}, fmt.Errorf("it answered %q of protocol %d, not %d: use the same release of amem in all ranks (%s)",
+			reply.Kind, reply.Version, protocolVersion, reply.Error)
+	}
+	return reply, nil
+}
+
+// watch keeps a connection open to learn when the process ends.
+func (n *Node) watch(ctx context.Context, who Identity) error {
+	n.mu.Lock()
+	l := n.link(who)
+	started := l.watched
+	l.watched = true
+	n.mu.Unlock()
+	if started {
+		return nil
+	}
+	c, err := n.dial(ctx, who, true)
+	if err != nil {
+		n.update(func() { l.watched = false })
+		return err
+	}
+	go func() {
+		_, fds, _ := c.receive(context.Background()) // nothing is ever sent here: it returns at the end
+		closeAll(fds)
+		_ = c.Close()
+		n.lost(who)
+	}()
+	return nil
+}
+
+// lost notes that a process has ended.
+func (n *Node) lost(who Identity) {
+	n.update(func() {
+		l := n.link(who)
+		l.gone = true
+		l.exports = map[uint64]bool{}
+		for _, c := range l.idle {
+			_ = c.Close()
+		}
+		l.idle = nil
+	})
+	n.handler.PeerChanged()
+}
+
+// request sends one message to a process and returns its answer.
+func (n *Node) request(ctx context.Context, who Identity, m message) (message, []int, error) {
+	n.mu.Lock()
+	l := n.link(who)
+	var c conn
+	if k := len(l.idle); k > 0 {
+		c, l.idle = l.idle[k-1], l.idle[:k-1]
+	}
+	gone := l.gone
+	n.mu.Unlock()
+	if gone {
+		return message{}, nil, fmt.Errorf("%s: %w", who, ErrGone)
+	}
+	if c.UnixConn == nil {
+		var err error
+		if c, err = n.dial(ctx, who, false); err != nil {
+			return message{}, nil, err
+		}
+	}
+	reply, fds, err := n.exchange(ctx, c, m)
+	if err != nil {
+		_ = c.Close()
+		return message{}, nil, fmt.Errorf("%s: %s: %w", who, m.Kind, err)
+	}
+	n.mu.Lock()
+	l.idle = append(l.idle, c)
+	n.mu.Unlock()
+	if reply.Kind != m.Kind {
+		closeAll(fds)
+		return message{}, nil, fmt.Errorf("%s: %s: %s", who, m.Kind, reply.Error)
+	}
+	return reply, fds, nil
+}
+
+func (n *Node) exchange(ctx context.Context, c conn, m message) (message, []int, error) {
+	if err := c.send(ctx, m, nil); err != nil {
+		return message{}, nil, err
+	}
+	return c.receive(ctx)
+}
+
+// Fetch answers a descriptor, the caller's to close, of each of the owner's
+// blocks, and the generation of the owner's memory that they belong to. From
+// then on the owner counts this process among those that map the blocks.
+func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]int, uint64, error) {
+	if err := n.watch(ctx, owner); err != nil {
+		return nil, 0, err
+	}
+	var fds []int
+	var generation uint64
+	for batch := range slices.Chunk(blocks, maxFDs) {
+		reply, got, err := n.request(ctx, owner, message{Kind: kindFetch, Blocks: batch})
+		if err == nil && len(got) != len(batch) {
+			closeAll(got)
+			err = fmt.Errorf("%s: %w", owner, ErrGone)
+		}
+		if err != nil {
+			closeAll(fds)
+			return nil, 0, err
+		}
+		fds = append(fds, got...)
+		generation = reply.Generation
+	}
+	n.update(func() {
+		l := n.link(owner)
+		for _, b := range blocks {
+			l.imports[b] = true
+		}
+	})
+	return fds, generation, nil
+}
+
+// Drop tells the owner that this process no longer maps its block.
+func (n *Node) Drop(owner Identity, block uint64) {
+	n.update(func() { delete(n.link(owner).imports, block) })
+	go func() {
+		ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
+		defer cancel()
+		if _, _, err := n.request(ctx, owner, message{Kind: kindDrop, Blocks: []uint64{block}}); err != nil && !errors.Is(err, ErrGone) {
+			slog.Debug("drop", "owner", owner.String(), "error", err)
+		}
+	}()
+}
+
+// Freed notes that a block of this process is no more: nobody maps it for us.
+func (n *Node) Freed(block uint64) {
+	n.update(func() {
+		for _, l := range n.links {
+			delete(l.exports, block)
+		}
+	})
+}
+
+// Gone tells whether the process is known to have ended.
+func (n *Node) Gone(who Identity) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.link(who).gone
+}
+
+// names lists processes for an error.
+func names(list []Identity) string {
+	text := make([]string, len(list))
+	for i, who := range list {
+		text[i] = who.String()
+	}
+	slices.Sort(text)
+	return strings.Join(text, ", ")
+}
+
+// Peer is what statistics tell of one process.
+type Peer struct {
+	Identity
+	Imports int  // blocks of theirs that this process maps
+	Exports int  // blocks of this process that they map
+	Stopped bool // they have paused, or are about to
+}
+
+// Peers lists the processes that share memory with this one.
+func (n *Node) Peers() []Peer {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var peers []Peer
+	for _, l := range n.links {
+		if l.neighbour() {
+			peers = append(peers, Peer{l.who, len(l.imports), len(l.exports), l.stopped()})
+		}
+	}
+	slices.SortFunc(peers, func(a, b Peer) int { return a.PID - b.PID })
+	return peers
+}

@@ -1,0 +1,184 @@
+package peer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+)
+
+// TimeoutError says whom a wait was for when its deadline passed.
+type TimeoutError struct {
+	For []Identity
+}
+
+func (e *TimeoutError) Error() string {
+	return fmt.Sprintf("waiting for %s: the deadline passed; pause and resume must be called in every process that shares "+
+		"a communicator with this one", names(e.For))
+}
+
+// neighbours lists the processes of our group that share memory with us.
+// Memory shared with another group's process is never released, so there is
+// nothing to agree on with it.
+func (n *Node) neighbours() []*link {
+	var list []*link
+	for _, l := range n.links {
+		if l.neighbour() && l.who.Group == n.self.Group {
+			list = append(list, l)
+		}
+	}
+	return list
+}
+
+// tell sends a message to all neighbours at once, and hands each answer to got.
+func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply message, err error)) {
+	n.mu.Lock()
+	var who []Identity
+	for _, l := range n.neighbours() {
+		who = append(who, l.who)
+	}
+	n.mu.Unlock()
+	var wg sync.WaitGroup
+	for _, w := range who {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			reply, fds, err := n.request(ctx, w, m)
+			closeAll(fds)
+			got(w, reply, err)
+		}()
+	}
+	wg.Wait()
+}
+
+// Quiesce tells all neighbours that no kernel of this process runs, and waits
+// until each of them has said the same. When it returns nil, all of them rely
+// on this process staying stopped, until Ready. When it fails, nobody does,
+// but for the processes in relied.
+func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
+	var pause uint64
+	n.update(func() {
+		n.stops++
+		pause = n.stops
+		for _, l := range n.links {
+			if !l.stopped() {
+				l.met = l.stops // an earlier pause of theirs says nothing about this one
+			}
+		}
+	})
+	n.tell(ctx, message{Kind: kindStopped, Pause: pause}, func(who Identity, _ message, err error) {
+		if err != nil && !errors.Is(err, ErrGone) {
+			slog.Debug("quiesce", "peer", who.String(), "error", err) // the wait below names it
+		}
+	})
+	err = n.wait(ctx, n.lagging, func() {
+		for _, l := range n.links {
+			l.met = l.stops
+		}
+	})
+	if err == nil {
+		return nil, nil
+	}
+	return n.retract(pause), err
+}
+
+// lagging lists the neighbours that have not stopped for this pause. n.mu is held.
+func (n *Node) lagging() []Identity {
+	var list []Identity
+	for _, l := range n.neighbours() {
+		// A neighbour that stopped since we did was idle at one time with us,
+		// even if it is ready again; so is one that stopped earlier and still is.
+		if l.stops <= l.met && !l.stopped() {
+			list = append(list, l.who)
+		}
+	}
+	return list
+}
+
+// wait returns nil, after calling done under the lock, once missing answers
+// an empty list, and a TimeoutError when ctx ends before.
+func (n *Node) wait(ctx context.Context, missing func() []Identity, done func()) error {
+	for {
+		n.mu.Lock()
+		list := missing()
+		if len(list) == 0 {
+			done()
+			n.mu.Unlock()
+			return nil
+		}
+		changed := n.changed
+		n.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return &TimeoutError{For: list}
+		}
+	}
+}
+
+// retract takes a pause back and answers who has relied on it already. Who
+// does not answer may have.
+func (n *Node) retract(pause uint64) []Identity {
+	n.update(func() { n.readies = pause })
+	ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
+	defer cancel()
+	var mu sync.Mutex
+	var relied []Identity
+	n.tell(ctx, message{Kind: kindRetract, Pause: pause}, func(who Identity, reply message, err error) {
+		if errors.Is(err, ErrGone) || (err == nil && !reply.Relied) {
+			return
+		}
+		n.mu.Lock()
+		stopped := n.link(who).stopped()
+		n.mu.Unlock()
+		mu.Lock()
+		defer mu.Unlock()
+		if stopped {
+			relied = append(relied, who)
+		}
+	})
+	return relied
+}
+
+// Ready tells all neighbours that this process's memory has its contents
+// again, as of the generation given. It ends what Quiesce began.
+func (n *Node) Ready(ctx context.Context, generation uint64) {
+	var pause uint64
+	n.update(func() { n.readies, n.generation, pause = n.stops, generation, n.stops })
+	n.tell(ctx, message{Kind: kindReady, Pause: pause, Generation: generation},
+		func(who Identity, _ message, err error) {
+			if err != nil && !errors.Is(err, ErrGone) {
+				slog.Debug("ready", "peer", who.String(), "error", err)
+			}
+		})
+}
+
+// WaitReady waits until every neighbour whose memory this process maps has
+// its contents in.
+func (n *Node) WaitReady(ctx context.Context) error {
+	return n.wait(ctx, func() []Identity {
+		var list []Identity
+		for _, l := range n.neighbours() {
+			if len(l.imports) > 0 && l.stopped() {
+				list = append(list, l.who)
+			}
+		}
+		return list
+	}, func() {})
+}
+
+// Generation answers which generation of its memory a peer last called ready.
+func (n *Node) Generation(who Identity) uint64 {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.link(who).generation
+}
+
+// Stopped tells whether a peer has paused, or is about to.
+func (n *Node) Stopped(who Identity) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	l := n.link(who)
+	return !l.gone && l.stopped()
+}

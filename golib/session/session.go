@@ -1,0 +1,411 @@
+// Package session is the state machine of a process: active or paused, and
+// the steps between. It decides; vmm, offload and peer do.
+//
+// Pause and resume take turns. A step that fails leaves the process as it was,
+// with one exception: when a resume has brought this process's memory back but
+// a peer is not ready in time, the memory stays, launches stay refused, and
+// the next resume goes on from there, since a peer may have written to the
+// memory by then.
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"amem/golib/cuda"
+	"amem/golib/offload"
+	"amem/golib/peer"
+	"amem/golib/vmm"
+)
+
+// State of the process, as amem_state_t counts.
+type State int
+
+// The states of a process whose NCCL is hooked.
+const (
+	Active State = 2
+	Paused State = 3
+)
+
+func (s State) String() string {
+	if s == Paused {
+		return "paused"
+	}
+	return "active"
+}
+
+// Guard says whether NCCL may launch kernels, as AMEM_GUARD_* count.
+type Guard int
+
+// The positions of the guard.
+const (
+	Open   Guard = 0
+	Closed Guard = 1
+	Stale  Guard = 2 // a peer's memory is paused or was replaced: resume first
+)
+
+// Tag is the built-in tag of NCCL's memory.
+const Tag = "nccl"
+
+// The errors that callers tell apart, beside those of vmm, offload and peer.
+var (
+	ErrNoCuMem  = errors.New("NCCL allocates no memory that can be paused")
+	ErrArgument = errors.New("invalid argument")
+	ErrState    = errors.New("not possible now")
+)
+
+// Options of a Session.
+type Options struct {
+	Group    int
+	Timeout  time.Duration // of each pause and each resume
+	Space    vmm.Options
+	SetGuard func(Guard)
+}
+
+// Session is the pausable memory of this process.
+type Session struct {
+	options Options
+	driver  *cuda.Driver
+	space   *vmm.Space
+	node    *peer.Node
+	arena   *offload.Arena
+
+	turn chan struct{} // holds one token: who has it may change the state
+
+	mu         sync.Mutex
+	state      State
+	unfinished bool // paused, but this process's memory is back already
+	// relied are the peers that paused relying on a pause that failed here.
+	relied []peer.Identity
+	pauses int
+	resume int
+	last   struct {
+		pause  PauseReport
+		resume ResumeReport
+	}
+}
+
+// New starts a session: from now on peers can reach this process.
+func New(driver *cuda.Driver, options Options) (*Session, error) {
+	s := &Session{
+		options: options, driver: driver, space: vmm.New(driver, options.Space), arena: offload.NewArena(driver),
+		turn: make(chan struct{}, 1), state: Active,
+	}
+	node, err := peer.Listen(options.Group, s, options.Timeout)
+	if err != nil {
+		return nil, err
+	}
+	s.node = node
+	s.space.SetPeers(node)
+	return s, nil
+}
+
+// Close stops serving peers.
+func (s *Session) Close() { s.node.Close() }
+
+// Space is the memory that NCCL's calls are for.
+func (s *Session) Space() *vmm.Space { return s.space }
+
+// Serve implements peer.Handler.
+func (s *Session) Serve(ctx context.Context, to peer.Identity, blocks []uint64) ([]int, uint64, error) {
+	return s.space.Serve(ctx, to, blocks)
+}
+
+// PeerChanged implements peer.Handler: what a peer has done may open the guard
+// of an active process, or close it.
+func (s *Session) PeerChanged() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.state == Active && len(s.turn) == 0 {
+		s.setGuard()
+	}
+}
+
+// setGuard puts the guard of an active process where it belongs. mu is held.
+func (s *Session) setGuard() {
+	relied := s.relied[:0]
+	for _, who := range s.relied {
+		if s.node.Stopped(who) {
+			relied = append(relied, who)
+		}
+	}
+	s.relied = relied
+	if len(relied) > 0 || s.space.Stale(s.node.Generation) {
+		s.options.SetGuard(Stale)
+		return
+	}
+	s.options.SetGuard(Open)
+}
+
+// State answers the state; during a change, that before it.
+func (s *Session) State() State {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.state
+}
+
+// checkTags refuses what is not a comma-separated list of tags. "" is all.
+func checkTags(tags string) error {
+	if tags == "" {
+		return nil
+	}
+	for _, tag := range strings.Split(tags, ",") {
+		if tag != Tag {
+			return fmt.Errorf("%w: no tag %q; the tags there are: %s", ErrArgument, tag, Tag)
+		}
+	}
+	return nil
+}
+
+// take waits for this caller's turn.
+func (s *Session) take(ctx context.Context) error {
+	select {
+	case s.turn <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("another thread's pause or resume has not ended: %w", ctx.Err())
+	}
+}
+
+// give ends this caller's turn and settles the guard.
+func (s *Session) give() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	<-s.turn
+	if s.state == Active {
+		s.setGuard()
+	}
+}
+
+func (s *Session) is(state State, unfinished bool) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.state == state && s.unfinished == unfinished
+}
+
+// PauseReport says what a pause did. Sizes are bytes, times seconds.
+type PauseReport struct {
+	Seconds  float64 `json:"seconds"`
+	Quiesce  float64 `json:"quiesce_seconds"` // until no kernel ran here or in any peer
+	Copy     float64 `json:"copy_seconds"`
+	Release  float64 `json:"release_seconds"`
+	Released uint64  `json:"bytes"`          // own memory given back
+	Detached uint64  `json:"detached_bytes"` // peers' memory let go
+	Copied   uint64  `json:"copied_bytes"`
+}
+
+// Pause gives the memory of the tags back to the device.
+func (s *Session) Pause(tags string) error {
+	if err := checkTags(tags); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	if err := s.take(ctx); err != nil {
+		return fmt.Errorf("pause: %w", err)
+	}
+	defer s.give()
+	if s.is(Paused, false) {
+		return nil
+	}
+	if len(s.space.Devices()) == 0 {
+		if os.Getenv("NCCL_CUMEM_ENABLE") == "0" {
+			return ErrNoCuMem
+		}
+		slog.Warn("pause: NCCL has no memory in this process: nothing to do")
+		return nil
+	}
+	s.options.SetGuard(Closed)
+	report, err := s.pause(ctx)
+	if err != nil {
+		return fmt.Errorf("pause: %w", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.state, s.unfinished, s.relied = Paused, false, nil
+	s.pauses++
+	s.last.pause = report
+	slog.Info("paused", "released_bytes", report.Released, "copied_bytes", report.Copied, "seconds", report.Seconds)
+	return nil
+}
+
+func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
+	clock := newClock()
+	if err := s.space.Synchronize(ctx); err != nil {
+		return r, fmt.Errorf("synchronize: %w", err)
+	}
+	relied, err := s.node.Quiesce(ctx)
+	if err != nil {
+		s.mu.Lock()
+		s.relied = relied
+		s.mu.Unlock()
+		return r, fmt.Errorf("quiesce: %w", err)
+	}
+	r.Quiesce = clock.lap()
+	if err := s.space.Save(s.arena); err != nil {
+		s.standDown()
+		return r, fmt.Errorf("copy out: %w", err)
+	}
+	r.Copy = clock.lap()
+	p, err := s.space.Vacate()
+	if err != nil {
+		s.standDown()
+		return r, fmt.Errorf("release: %w", err)
+	}
+	r.Release = clock.lap()
+	r.Released, r.Detached, r.Copied = p.Released, p.Detached, p.Copied
+	r.Seconds = clock.total()
+	return r, nil
+}
+
+// standDown ends a pause that failed after all peers had relied on it.
+func (s *Session) standDown() {
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	s.node.Ready(ctx, s.space.Generation())
+	s.mu.Lock()
+	s.relied = s.space.Owners()
+	s.mu.Unlock()
+}
+
+// ResumeReport says what a resume did. Sizes are bytes, times seconds.
+type ResumeReport struct {
+	Seconds  float64 `json:"seconds"`
+	Create   float64 `json:"create_seconds"` // physical memory, mapped
+	Peers    float64 `json:"peers_seconds"`  // peers' memory, fetched and mapped
+	Copy     float64 `json:"copy_seconds"`   // what was left of the copy then
+	Ready    float64 `json:"ready_seconds"`  // until all peers' contents were in
+	Restored uint64  `json:"bytes"`
+	Copied   uint64  `json:"copied_bytes"`
+}
+
+// Resume restores the memory of the tags. In an active process it restores
+// what a failed pause has left stale, if anything.
+func (s *Session) Resume(tags string) error {
+	if err := checkTags(tags); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	if err := s.take(ctx); err != nil {
+		return fmt.Errorf("resume: %w", err)
+	}
+	defer s.give()
+	if s.is(Active, false) {
+		return s.refresh(ctx)
+	}
+	clock := newClock()
+	report := ResumeReport{}
+	if !s.is(Paused, true) {
+		var err error
+		if report, err = s.restore(ctx, clock); err != nil {
+			return fmt.Errorf("resume: %w", err)
+		}
+		s.mu.Lock()
+		s.unfinished = true
+		s.mu.Unlock()
+	}
+	if err := s.meet(ctx); err != nil {
+		return fmt.Errorf("resume: this process's memory is back, a peer's is not: %w", err)
+	}
+	report.Ready = clock.lap()
+	report.Seconds = clock.total()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.state, s.unfinished = Active, false
+	s.resume++
+	s.last.resume = report
+	slog.Info("resumed", "restored_bytes", report.Restored, "seconds", report.Seconds)
+	return nil
+}
+
+// restore brings back everything whose failure can be undone.
+func (s *Session) restore(ctx context.Context, clock *clock) (r ResumeReport, err error) {
+	restored, err := s.space.Restore()
+	if err != nil {
+		return r, errors.Join(err, s.space.Fill())
+	}
+	r.Restored, r.Copied = restored.Bytes, restored.Copied
+	r.Create = clock.lap()
+	err = s.space.Attach(ctx, s.node.Generation)
+	r.Peers = clock.lap()
+	err = errors.Join(err, s.space.Fill())
+	r.Copy = clock.lap()
+	if err != nil {
+		return r, errors.Join(err, s.space.Abandon())
+	}
+	return r, nil
+}
+
+// meet tells the peers that this process's memory is ready, and waits until
+// theirs is. A peer that had to start again has new memory by then.
+func (s *Session) meet(ctx context.Context) error {
+	s.space.Resumed()
+	s.node.Ready(ctx, s.space.Generation())
+	for {
+		if err := s.node.WaitReady(ctx); err != nil {
+			return err
+		}
+		if !s.space.Stale(s.node.Generation) {
+			return nil
+		}
+		if err := s.space.Attach(ctx, s.node.Generation); err != nil {
+			return err
+		}
+	}
+}
+
+// refresh maps peers' memory that was replaced while this process was active.
+func (s *Session) refresh(ctx context.Context) error {
+	s.mu.Lock()
+	behind := len(s.relied) > 0
+	s.mu.Unlock()
+	if !behind && !s.space.Stale(s.node.Generation) {
+		return nil
+	}
+	if err := s.meet(ctx); err != nil {
+		return fmt.Errorf("resume: %w", err)
+	}
+	return nil
+}
+
+// Group answers the group ID.
+func (s *Session) Group() int { return s.node.Self().Group }
+
+// SetGroup changes the group ID, which peers must not have learned yet.
+func (s *Session) SetGroup(group int) error {
+	if group == s.Group() {
+		return nil
+	}
+	if len(s.space.Devices()) > 0 {
+		return fmt.Errorf("%w: the group ID is %d already, as of NCCL's first allocation; set it before the first communicator",
+			ErrState, s.Group())
+	}
+	if err := s.node.SetGroup(group); err != nil {
+		return fmt.Errorf("%w: set the group ID before the first communicator: %w", ErrState, err)
+	}
+	return nil
+}
+
+// clock measures the steps of one pause or resume.
+type clock struct{ start, last time.Time }
+
+func newClock() *clock {
+	now := time.Now()
+	return &clock{now, now}
+}
+
+// lap answers the seconds since the last lap.
+func (c *clock) lap() float64 {
+	now := time.Now()
+	defer func() { c.last = now }()
+	return now.Sub(c.last).Seconds()
+}
+
+func (c *clock) total() float64 { return time.Since(c.start).Seconds() }

@@ -1,0 +1,63 @@
+package session
+
+import (
+	"amem/golib/vmm"
+)
+
+// Stats is what amem_stats_json tells. Sizes are bytes, times seconds.
+type Stats struct {
+	Version     string            `json:"version"`
+	State       string            `json:"state"`
+	PID         int               `json:"pid"`
+	ProcessID   string            `json:"process_id"`
+	Group       int               `json:"group"`
+	DeviceBytes uint64            `json:"device_bytes"` // own memory, on the devices now
+	PausedBytes uint64            `json:"paused_bytes"` // own memory, given back
+	Devices     []vmm.Usage       `json:"devices"`
+	Resident    map[string]uint64 `json:"resident"` // what a pause does not release, by reason
+	Host        HostStats         `json:"host"`
+	Peers       []PeerStats       `json:"peers"`
+	Pauses      int               `json:"pauses"`
+	Resumes     int               `json:"resumes"`
+	LastPause   PauseReport       `json:"last_pause"`
+	LastResume  ResumeReport      `json:"last_resume"`
+	DriverCalls map[string]int64  `json:"driver_calls"` // made by amem
+}
+
+// HostStats is the host memory that amem holds.
+type HostStats struct {
+	Arena uint64 `json:"arena_bytes"`
+}
+
+// PeerStats is one process that shares memory with this one.
+type PeerStats struct {
+	PID     int    `json:"pid"`
+	ID      string `json:"process_id"`
+	Group   int    `json:"group"`
+	Imports int    `json:"imports"` // blocks of theirs that this process maps
+	Exports int    `json:"exports"` // blocks of this process that they map
+	Stopped bool   `json:"stopped"`
+}
+
+// Stats answers the figures as they are now.
+func (s *Session) Stats(version string) Stats {
+	self := s.node.Self()
+	devices, resident := s.space.Usage()
+	stats := Stats{
+		Version: version, PID: self.PID, ProcessID: self.ID.String(), Group: self.Group,
+		Devices: devices, Resident: resident, Host: HostStats{Arena: s.arena.Bytes()}, DriverCalls: s.driver.Calls(),
+	}
+	for _, d := range devices {
+		stats.DeviceBytes += d.Device
+		stats.PausedBytes += d.Paused
+	}
+	for _, p := range s.node.Peers() {
+		stats.Peers = append(stats.Peers, PeerStats{p.PID, p.ID.String(), p.Group, p.Imports, p.Exports, p.Stopped})
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	stats.State = s.state.String()
+	stats.Pauses, stats.Resumes = s.pauses, s.resume
+	stats.LastPause, stats.LastResume = s.last.pause, s.last.resume
+	return stats
+}

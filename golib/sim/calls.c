@@ -1,0 +1,218 @@
+/* What happens around each driver function: counts, faults, delays, the log. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+enum { LONGEST_SPIN_US = 200, LARGEST_RESULT = 1000, LONGEST_NAME = 64, LONGEST_DELAY_US = 600 * 1000 * 1000 };
+
+struct sim_function *sim_functions;
+_Thread_local bool sim_in_callback;
+static int log_fd = -1;
+
+/* Called by the constructors, on the thread that loads the library. */
+void sim_register(struct sim_function *function)
+{
+    function->next = sim_functions;
+    sim_functions = function;
+}
+
+static bool is_named(const struct sim_function *function, const char *name)
+{
+    return !strcmp(function->name, name) || !strcmp(function->symbol, name);
+}
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Spins for the delays of a driver call, which a sleep would overshoot many times. */
+static void delay(unsigned us)
+{
+    if (us > LONGEST_SPIN_US) {
+        struct timespec rest = {us / 1000000, (long)(us % 1000000) * 1000};
+        while (nanosleep(&rest, &rest) && errno == EINTR)
+            ;
+        return;
+    }
+    for (uint64_t end = now_ns() + us * UINT64_C(1000); now_ns() < end;)
+        ;
+}
+
+static bool fault_is_due(struct sim_function *function)
+{
+    unsigned left = atomic_load(&function->fault_in);
+    while (left && !atomic_compare_exchange_weak(&function->fault_in, &left, left - 1))
+        ;
+    return left == 1;
+}
+
+/* Says whether to run the function's body; if not, call->result says why. */
+bool sim_call_begin(struct sim_call *call)
+{
+    struct sim_function *function = call->function;
+    if (function->needs == NEEDS_NOTHING && atomic_load(&sim_state) != SIM_READY)
+        return true;
+    if (atomic_load(&sim_forked) || (function->needs != NEEDS_NOTHING && atomic_load(&sim_state) != SIM_READY)) {
+        call->result = CUDA_ERROR_NOT_INITIALIZED;
+        return function->needs == NEEDS_NOTHING;
+    }
+    atomic_fetch_add(&function->calls, 1);
+    unsigned us = atomic_load(&function->delay_us);
+    if (us)
+        delay(us);
+    if (fault_is_due(function)) {
+        call->result = atomic_load(&function->fault_result);
+        return false;
+    }
+    if (function->needs == NEEDS_NOTHING)
+        return true;
+    if (sim_in_callback)
+        call->result = CUDA_ERROR_NOT_PERMITTED;
+    else if (function->needs == NEEDS_CONTEXT)
+        call->result = sim_current_context(&call->context);
+    return call->result == CUDA_SUCCESS;
+}
+
+CUresult sim_call_end(struct sim_call *call)
+{
+    if (log_fd >= 0 && !atomic_load(&sim_forked)) {
+        char line[128];
+        int length = snprintf(line, sizeof line, "%d %ld %s %d\n", (int)getpid(), (long)syscall(SYS_gettid),
+                              call->function->symbol, call->result);
+        /* A log that can't be written must not change what the program does. */
+        if (write(log_fd, line, (size_t)length) < 0)
+            return call->result;
+    }
+    return call->result;
+}
+
+static unsigned count_named(const char *name)
+{
+    unsigned count = 0;
+    for (struct sim_function *f = sim_functions; f; f = f->next)
+        count += is_named(f, name);
+    return count;
+}
+
+static void set_fault(const char *name, unsigned n, CUresult result)
+{
+    for (struct sim_function *f = sim_functions; f; f = f->next)
+        if (is_named(f, name)) {
+            atomic_store(&f->fault_in, 0);
+            atomic_store(&f->fault_result, result);
+            atomic_store(&f->fault_in, n);
+        }
+}
+
+static bool parse_number(const char **text, unsigned most, unsigned *value)
+{
+    char *end;
+    errno = 0;
+    unsigned long number = strtoul(*text, &end, 10);
+    if (errno || **text < '0' || **text > '9' || number > most)
+        return false;
+    *text = end;
+    *value = (unsigned)number;
+    return true;
+}
+
+/* One "name<separator>rest" of a comma-separated list; false if the name is unknown. */
+static bool parse_name(const char **text, char separator, char name[LONGEST_NAME])
+{
+    const char *end = strchr(*text, separator);
+    if (!end || end - *text >= LONGEST_NAME)
+        return false;
+    memcpy(name, *text, (size_t)(end - *text));
+    name[end - *text] = 0;
+    *text = end + 1;
+    return count_named(name) > 0;
+}
+
+static bool parse_delays(const char *text)
+{
+    while (*text) {
+        char name[LONGEST_NAME];
+        unsigned us;
+        if (!parse_name(&text, '=', name) || !parse_number(&text, LONGEST_DELAY_US, &us)
+            || (*text && (*text++ != ',' || !*text)))
+            return false;
+        for (struct sim_function *f = sim_functions; f; f = f->next)
+            if (is_named(f, name))
+                atomic_store(&f->delay_us, us);
+    }
+    return true;
+}
+
+static bool parse_faults(const char *text)
+{
+    while (*text) {
+        char name[LONGEST_NAME];
+        unsigned n, result;
+        if (!parse_name(&text, ':', name) || !parse_number(&text, 1u << 30, &n) || *text++ != ':'
+            || !parse_number(&text, LARGEST_RESULT, &result) || !n || !result || (*text && (*text++ != ',' || !*text)))
+            return false;
+        set_fault(name, n, (CUresult)result);
+    }
+    return true;
+}
+
+/* Called by cuInit once. */
+bool sim_calls_configure(const char *delays, const char *faults, const char *log)
+{
+    if (delays && !parse_delays(delays)) {
+        fprintf(stderr, "simulated driver: AMEM_SIM_DELAYS=%s: expected cuFunction=MICROSECONDS,... of known functions\n",
+                delays);
+        return false;
+    }
+    if (faults && !parse_faults(faults)) {
+        fprintf(stderr, "simulated driver: AMEM_SIM_FAULTS=%s: expected cuFunction:N:RESULT,... of known functions\n",
+                faults);
+        return false;
+    }
+    if (log && *log) {
+        log_fd = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+        if (log_fd < 0) {
+            fprintf(stderr, "simulated driver: AMEM_SIM_LOG=%s: %s\n", log, strerror(errno));
+            return false;
+        }
+    }
+    return true;
+}
+
+static CUresult set_named_fault(const char *name, unsigned n, CUresult result)
+{
+    if (!name || !count_named(name))
+        return CUDA_ERROR_NOT_FOUND;
+    if (n && !result)
+        return CUDA_ERROR_INVALID_VALUE;
+    set_fault(name, n, result);
+    return CUDA_SUCCESS;
+}
+
+static CUresult call_count(const char *name, unsigned long long *count)
+{
+    if (!name || !count)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!count_named(name))
+        return CUDA_ERROR_NOT_FOUND;
+    *count = 0;
+    for (struct sim_function *f = sim_functions; f; f = f->next)
+        if (is_named(f, name))
+            *count += atomic_load(&f->calls);
+    return CUDA_SUCCESS;
+}
+
+SIM_FUNCTION(cuSimSetFault, cuSimSetFault, 0, NEEDS_NOTHING, (const char *function, unsigned n, CUresult result),
+             set_named_fault(function, n, result))
+SIM_FUNCTION(cuSimCallCount, cuSimCallCount, 0, NEEDS_NOTHING, (const char *function, unsigned long long *count),
+             call_count(function, count))

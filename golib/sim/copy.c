@@ -1,0 +1,94 @@
+/*
+ * Copies and fills. As in the real driver, an address that is no device's or
+ * that the device may not use is refused by the call (invalid value); one that
+ * became so before the stream got there is a fault of the context.
+ */
+#include "internal.h"
+
+enum side { SIDE_DEVICE, SIDE_HOST, SIDE_ANY };
+
+static bool is_pinned(uint64_t address, uint64_t size)
+{
+    pthread_mutex_lock(&sim_tables_lock);
+    bool pinned = sim_pinned_find(address, size);
+    pthread_mutex_unlock(&sim_tables_lock);
+    return pinned;
+}
+
+/* Clears *pinned for host memory that is not. */
+static bool is_usable(CUcontext context, uint64_t address, uint64_t size, bool write, enum side side, bool *pinned)
+{
+    switch (sim_reach(context, address, size, write)) {
+    case REACH_DEVICE:
+        return true;
+    case REACH_HOST:
+        if (is_pinned(address, size))
+            return true;
+        *pinned = false;
+        return side != SIDE_DEVICE && address;
+    default:
+        return false;
+    }
+}
+
+/* A copy with pageable memory returns when it is done; the real driver stages it. */
+static CUresult copy(CUcontext current, CUstream handle, uint64_t to, enum side to_side, uint64_t from, enum side from_side,
+                     uint64_t size, bool wait)
+{
+    CUcontext context = sim_stream_context(current, handle);
+    bool pinned = true;
+    if (!context)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!size)
+        return CUDA_SUCCESS;
+    if (!is_usable(context, from, size, false, from_side, &pinned) || !is_usable(context, to, size, true, to_side, &pinned))
+        return CUDA_ERROR_INVALID_VALUE;
+    struct sim_operation *operation = sim_operation_new(OP_COPY);
+    if (operation) {
+        operation->copy.to = to;
+        operation->copy.from = from;
+        operation->copy.size = size;
+    }
+    return sim_submit(current, handle, operation, wait || !pinned);
+}
+
+static CUresult set(CUcontext current, CUstream handle, uint64_t to, uint8_t value, uint64_t size, bool wait)
+{
+    CUcontext context = sim_stream_context(current, handle);
+    bool pinned = true;
+    if (!context)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!size)
+        return CUDA_SUCCESS;
+    if (!is_usable(context, to, size, true, SIDE_DEVICE, &pinned))
+        return CUDA_ERROR_INVALID_VALUE;
+    struct sim_operation *operation = sim_operation_new(OP_SET);
+    if (operation) {
+        operation->set.to = to;
+        operation->set.value = value;
+        operation->set.size = size;
+    }
+    return sim_submit(current, handle, operation, wait);
+}
+
+SIM_FUNCTION(cuMemcpyDtoH, cuMemcpyDtoH_v2, 3020, NEEDS_CONTEXT, (void *to, CUdeviceptr from, size_t size),
+             copy(call.context, NULL, (uint64_t)to, SIDE_HOST, from, SIDE_DEVICE, size, true))
+SIM_FUNCTION(cuMemcpyHtoD, cuMemcpyHtoD_v2, 3020, NEEDS_CONTEXT, (CUdeviceptr to, const void *from, size_t size),
+             copy(call.context, NULL, to, SIDE_DEVICE, (uint64_t)from, SIDE_HOST, size, true))
+SIM_FUNCTION(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 3020, NEEDS_CONTEXT,
+             (void *to, CUdeviceptr from, size_t size, CUstream stream),
+             copy(call.context, stream, (uint64_t)to, SIDE_HOST, from, SIDE_DEVICE, size, false))
+SIM_FUNCTION(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 3020, NEEDS_CONTEXT,
+             (CUdeviceptr to, const void *from, size_t size, CUstream stream),
+             copy(call.context, stream, to, SIDE_DEVICE, (uint64_t)from, SIDE_HOST, size, false))
+SIM_FUNCTION(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 3020, NEEDS_CONTEXT,
+             (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream),
+             copy(call.context, stream, to, SIDE_DEVICE, from, SIDE_DEVICE, size, false))
+SIM_FUNCTION(cuMemcpyAsync, cuMemcpyAsync, 4000, NEEDS_CONTEXT,
+             (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream),
+             copy(call.context, stream, to, SIDE_ANY, from, SIDE_ANY, size, false))
+SIM_FUNCTION(cuMemsetD8, cuMemsetD8_v2, 3020, NEEDS_CONTEXT, (CUdeviceptr to, unsigned char value, size_t size),
+             set(call.context, NULL, to, value, size, true))
+SIM_FUNCTION(cuMemsetD8Async, cuMemsetD8Async, 3020, NEEDS_CONTEXT,
+             (CUdeviceptr to, unsigned char value, size_t size, CUstream stream),
+             set(call.context, stream, to, value, size, false))

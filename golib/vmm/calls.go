@@ -1,0 +1,502 @@
+package vmm
+
+import (
+	"fmt"
+	"log/slog"
+	"slices"
+	"unsafe"
+
+	"amem/golib/cuda"
+)
+
+// The methods of this file are the driver's functions as NCCL calls them, on
+// its own threads. Each answers ErrPass for memory that is not amem's.
+
+// handle is what NCCL holds: a part of a block, or no memory yet.
+type handle struct {
+	id   cuda.Handle
+	size uint64
+	prop cuda.Prop
+	site uintptr // where in NCCL it was created
+
+	// Guarded by Space.mu. A handle ends when all three counts are 0.
+	refs     int // created, imported and retained, less released
+	reserved int // its home address given out as a reservation, less freed
+	mapped   int
+
+	block    *block // nil until NCCL shows what it wants
+	off      uint64
+	exported bool // peers may know it
+}
+
+const handleTag = 0xA3E0 << 48
+
+// newHandle makes a handle with one reference. mu is held.
+func (s *Space) newHandle(size uint64, prop cuda.Prop) *handle {
+	s.nextHandle++
+	h := &handle{id: cuda.Handle(handleTag | s.nextHandle), size: size, prop: prop, refs: 1}
+	s.handles[h.id] = h
+	return h
+}
+
+// lookup answers the handle that NCCL names.
+func (s *Space) lookup(id cuda.Handle) (*handle, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	h := s.handles[id]
+	if h == nil || h.refs == 0 {
+		return nil, fmt.Errorf("handle %#x: %w", uint64(id), cuda.ErrInvalidValue)
+	}
+	return h, nil
+}
+
+// Create answers a handle. own: NCCL's own allocator asks, and the handle gets
+// memory when it is reserved or mapped; other memory (users', windows') is the
+// driver's at once, and stays where it is.
+func (s *Space) Create(size uint64, prop cuda.Prop, flags uint64, own bool, site uintptr) (cuda.Handle, error) {
+	if _, err := s.device(prop.Location); err != nil {
+		return 0, err
+	}
+	if own && flags == 0 && prop.HandleTypes&cuda.Fabric == 0 {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		h := s.newHandle(size, prop)
+		h.site = site
+		return h.id, nil
+	}
+	phys, err := s.driver.Create(size, prop, flags)
+	if err != nil {
+		return 0, err
+	}
+	keep := KeepUser
+	if own {
+		keep = KeepFabric
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	h := s.newHandle(size, prop)
+	s.nextBlock++
+	b := &block{id: s.nextBlock, prop: prop, size: size, keep: keep, live: true, phys: phys, fd: -1, handles: []*handle{h}}
+	s.blocks[b.id] = b
+	h.block = b
+	return h.id, nil
+}
+
+// place gives an unbound handle memory: a chunk of a slab, or a block of its
+// own. structure is held.
+func (s *Space) place(h *handle, carve bool) error {
+	s.mu.Lock()
+	c := class{prop: h.prop, large: h.size >= largeUnit, nic: s.nicSites[h.site]}
+	s.mu.Unlock()
+	size := roundUp(h.size, c.unit())
+	if !carve || !s.options.Arena || size > maxChunk {
+		granularity, err := s.driver.Granularity(h.prop)
+		if err != nil {
+			return err
+		}
+		b, err := s.newBlock(c, roundUp(h.size, granularity), false)
+		if err != nil {
+			return err
+		}
+		s.mu.Lock()
+		h.block = b
+		b.addHandle(h)
+		s.mu.Unlock()
+		return nil
+	}
+	for {
+		s.mu.Lock()
+		if s.carve(c, h, size) {
+			s.mu.Unlock()
+			return nil
+		}
+		if wait := s.growing[c]; wait != nil { // another thread makes the slab that we need too
+			s.mu.Unlock()
+			<-wait
+			continue
+		}
+		done := make(chan struct{})
+		s.growing[c] = done
+		next := slabSize(c, s.held(c), size)
+		s.mu.Unlock()
+		_, err := s.newBlock(c, next, true)
+		s.mu.Lock()
+		delete(s.growing, c)
+		s.mu.Unlock()
+		close(done)
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// carve finds room in a live slab of the class. mu is held.
+func (s *Space) carve(c class, h *handle, size uint64) bool {
+	for _, b := range s.slabs[c] {
+		if !b.live || b.filling {
+			continue
+		}
+		if off, ok := b.carve(size); ok {
+			h.block, h.off = b, off
+			b.addHandle(h)
+			return true
+		}
+	}
+	return false
+}
+
+// held answers the bytes of the class's slabs. mu is held.
+func (s *Space) held(c class) uint64 {
+	var n uint64
+	for _, b := range s.slabs[c] {
+		n += b.size
+	}
+	return n
+}
+
+// Reserve answers the address of the pending handle's memory, if that is what
+// NCCL reserves for: the size is the handle's, and no special address is asked.
+func (s *Space) Reserve(size, alignment uint64, at cuda.Ptr, flags uint64, pending cuda.Handle) (cuda.Ptr, error) {
+	if pending == 0 || at != 0 || flags != 0 {
+		return 0, ErrPass
+	}
+	s.structure.RLock()
+	defer s.structure.RUnlock()
+	h, err := s.lookup(pending)
+	if err != nil || roundUp(size, smallUnit) != roundUp(h.size, smallUnit) {
+		return 0, ErrPass
+	}
+	if h.block == nil {
+		if err := s.place(h, true); err != nil {
+			return 0, err
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := h.block.home + cuda.Ptr(h.off)
+	if h.block.home == 0 || (alignment != 0 && uint64(p)%alignment != 0) {
+		return 0, ErrPass
+	}
+	h.reserved++
+	return p, nil
+}
+
+// Map notes that NCCL maps a handle where its memory is already, or maps a
+// block of one handle elsewhere.
+func (s *Space) Map(p cuda.Ptr, size, offset uint64, id cuda.Handle, flags uint64) error {
+	s.structure.RLock()
+	defer s.structure.RUnlock()
+	h, err := s.lookup(id)
+	if err != nil {
+		return err
+	}
+	if h.block == nil {
+		if err := s.place(h, false); err != nil {
+			return err
+		}
+	}
+	b := h.block
+	s.mu.Lock()
+	if b.home != 0 && p == b.home+cuda.Ptr(h.off) {
+		defer s.mu.Unlock()
+		if offset != 0 || roundUp(size, smallUnit) != roundUp(h.size, smallUnit) {
+			return fmt.Errorf("map %d bytes at offset %d of a handle of %d: %w", size, offset, h.size, cuda.ErrNotSupported)
+		}
+		h.mapped++
+		return nil
+	}
+	live := b.live
+	s.mu.Unlock()
+	if b.slab || (b.owner != nil && h.size != b.size) {
+		return fmt.Errorf("NCCL maps a part of a slab at another address, which the driver can't do; set AMEM_ARENA=0: %w",
+			cuda.ErrNotSupported)
+	}
+	m := &mapping{at: p, size: size, block: b}
+	if live {
+		if err := s.driver.Map(p, size, offset, b.phys, flags); err != nil {
+			return err
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b.extra = append(b.extra, m)
+	s.addRange(addressRange{at: p, size: size, block: b, m: m})
+	h.mapped++
+	return nil
+}
+
+// Unmap undoes Map. A range may span several mappings.
+func (s *Space) Unmap(p cuda.Ptr, size uint64) error {
+	s.structure.RLock()
+	defer s.structure.RUnlock()
+	s.mu.Lock()
+	if h, at, m := s.find(p); h != nil && m == nil {
+		if at != p || h.mapped == 0 {
+			s.mu.Unlock()
+			return fmt.Errorf("unmap at %#x: %w", uint64(p), cuda.ErrInvalidValue)
+		}
+		h.mapped--
+		s.mu.Unlock()
+		return s.endUnused(h)
+	}
+	var taken []addressRange
+	for _, r := range s.ranges {
+		if r.m != nil && r.at >= p && r.at+cuda.Ptr(r.size) <= p+cuda.Ptr(size) {
+			taken = append(taken, r)
+		}
+	}
+	for _, r := range taken {
+		s.removeRange(r.at)
+		r.block.extra = slices.DeleteFunc(r.block.extra, func(m *mapping) bool { return m == r.m })
+	}
+	s.mu.Unlock()
+	if len(taken) == 0 {
+		return ErrPass
+	}
+	var err error
+	if len(taken) > 1 || taken[0].block.live {
+		err = s.driver.Unmap(p, size)
+	}
+	for _, r := range taken {
+		h := r.block.handles[0]
+		s.mu.Lock()
+		h.mapped--
+		s.mu.Unlock()
+		if endErr := s.endUnused(h); err == nil {
+			err = endErr
+		}
+	}
+	return err
+}
+
+// SetAccess gives locations access to what is mapped at p. For a part of a
+// slab it is the whole slab: the driver knows no smaller unit.
+func (s *Space) SetAccess(p cuda.Ptr, size uint64, access []cuda.Access) error {
+	s.structure.RLock()
+	defer s.structure.RUnlock()
+	for _, a := range access {
+		if a.LocationType == cuda.LocationDevice {
+			if _, err := s.device(a.Location); err != nil {
+				return err
+			}
+		}
+	}
+	s.mu.Lock()
+	if h, _, m := s.find(p); h != nil && m == nil {
+		b := h.block
+		missing := without(access, b.access)
+		live := b.live
+		s.mu.Unlock()
+		if len(missing) == 0 {
+			return nil
+		}
+		if live {
+			if err := s.driver.SetAccess(b.home, b.size, missing); err != nil {
+				return err
+			}
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		b.access = append(b.access, without(missing, b.access)...)
+		return nil
+	}
+	found, live := false, false
+	for _, r := range s.ranges {
+		if r.m != nil && r.at >= p && r.at+cuda.Ptr(r.size) <= p+cuda.Ptr(size) {
+			r.m.access = append(r.m.access, without(access, r.m.access)...)
+			found, live = true, live || r.block.live
+		}
+	}
+	s.mu.Unlock()
+	if !found {
+		return ErrPass
+	}
+	if !live {
+		return nil
+	}
+	return s.driver.SetAccess(p, size, access)
+}
+
+// without answers the rights that are not in have.
+func without(want, have []cuda.Access) []cuda.Access {
+	return slices.DeleteFunc(slices.Clone(want), func(a cuda.Access) bool { return slices.Contains(have, a) })
+}
+
+// AddressRange answers where the mapping that holds p starts, and its size.
+func (s *Space) AddressRange(p cuda.Ptr) (cuda.Ptr, uint64, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	h, at, m := s.find(p)
+	if h == nil {
+		return 0, 0, ErrPass
+	}
+	if m != nil {
+		return at, m.size, nil
+	}
+	return at, h.size, nil
+}
+
+// Retain answers the handle of the memory at p, with one more reference.
+func (s *Space) Retain(p cuda.Ptr) (cuda.Handle, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	h, _, _ := s.find(p)
+	if h == nil {
+		return 0, ErrPass
+	}
+	h.refs++
+	return h.id, nil
+}
+
+// Release gives up one reference.
+func (s *Space) Release(id cuda.Handle) error {
+	s.structure.RLock()
+	defer s.structure.RUnlock()
+	h, err := s.lookup(id)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	h.refs--
+	s.mu.Unlock()
+	return s.endUnused(h)
+}
+
+// AddressFree undoes Reserve.
+func (s *Space) AddressFree(p cuda.Ptr) error {
+	s.structure.RLock()
+	defer s.structure.RUnlock()
+	s.mu.Lock()
+	h, at, m := s.find(p)
+	if h == nil || m != nil || at != p || h.reserved == 0 {
+		s.mu.Unlock()
+		return ErrPass
+	}
+	h.reserved--
+	s.mu.Unlock()
+	return s.endUnused(h)
+}
+
+// endUnused ends a handle that NCCL has let go of, and its block if it was the
+// last one in it. structure is held.
+func (s *Space) endUnused(h *handle) error {
+	s.mu.Lock()
+	if h.refs > 0 || h.reserved > 0 || h.mapped > 0 || s.handles[h.id] != h {
+		s.mu.Unlock()
+		return nil
+	}
+	delete(s.handles, h.id)
+	b := h.block
+	if b == nil {
+		s.mu.Unlock()
+		return nil
+	}
+	b.removeHandle(h)
+	if b.slab {
+		b.uncarve(span{h.off, roundUp(h.size, b.class.unit())})
+	}
+	if len(b.handles) > 0 {
+		s.mu.Unlock()
+		return nil
+	}
+	if b.owner != nil {
+		delete(s.imports, importKey{b.owner.ID, b.id})
+	} else {
+		delete(s.blocks, b.id)
+		s.slabs[b.class] = slices.DeleteFunc(s.slabs[b.class], func(other *block) bool { return other == b })
+	}
+	if b.home != 0 {
+		s.removeRange(b.home)
+	}
+	s.broadcast()
+	if b.filling {
+		s.ended = append(s.ended, b)
+		s.mu.Unlock()
+		return nil
+	}
+	s.mu.Unlock()
+	return s.discard(b)
+}
+
+// Properties answers what kind of memory the handle is.
+func (s *Space) Properties(id cuda.Handle) (cuda.Prop, error) {
+	h, err := s.lookup(id)
+	if err != nil {
+		return cuda.Prop{}, err
+	}
+	return h.prop, nil
+}
+
+// BindMulticast binds the handle's memory to a multicast object; from then on
+// it stays where it is.
+func (s *Space) BindMulticast(multicast cuda.Handle, multicastOffset uint64, id cuda.Handle, offset, size, flags uint64) error {
+	s.structure.RLock()
+	defer s.structure.RUnlock()
+	h, err := s.lookup(id)
+	if err != nil {
+		return err
+	}
+	if h.block == nil {
+		if err := s.place(h, false); err != nil {
+			return err
+		}
+	}
+	if h.block.slab {
+		return fmt.Errorf("NCCL binds a part of a slab to a multicast object; set AMEM_ARENA=0: %w", cuda.ErrNotSupported)
+	}
+	s.mu.Lock()
+	h.block.keep = KeepMulticast
+	phys := h.block.phys
+	s.mu.Unlock()
+	return s.driver.BindMulticast(multicast, multicastOffset, phys, offset, size, flags)
+}
+
+// Keep notes that the memory at p must stay where it is.
+func (s *Space) Keep(p cuda.Ptr, why string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	h, _, _ := s.find(p)
+	if h == nil || h.block.keep == why {
+		return
+	}
+	h.block.keep = why
+	if why == KeepNIC && h.site != 0 {
+		s.nicSites[h.site] = true
+	}
+	slog.Debug("memory stays resident", "why", why, "bytes", h.block.size)
+}
+
+// Export writes a shareable handle to where NCCL wants it: a descriptor that
+// names the memory, or the driver's own for memory that stays where it is.
+func (s *Space) Export(shareable unsafe.Pointer, id cuda.Handle, handleType int, flags uint64) error {
+	s.structure.RLock()
+	defer s.structure.RUnlock()
+	h, err := s.lookup(id)
+	if err != nil {
+		return err
+	}
+	if h.block == nil {
+		if err := s.place(h, false); err != nil {
+			return err
+		}
+	}
+	b := h.block
+	if handleType != cuda.FileDescriptor || (b.owner == nil && b.home == 0) {
+		if b.slab {
+			return fmt.Errorf("export a part of a slab as handle type %d: %w", handleType, cuda.ErrNotSupported)
+		}
+		return s.driver.ExportTo(shareable, b.phys, handleType, flags)
+	}
+	if err := s.share(b); err != nil {
+		return err
+	}
+	fd, err := s.describe(h)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	h.exported = true
+	s.mu.Unlock()
+	*(*int32)(shareable) = int32(fd)
+	return nil
+}

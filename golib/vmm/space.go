@@ -1,0 +1,247 @@
+// Package vmm stands between NCCL and the driver's virtual memory functions.
+//
+// It owns the device memory that NCCL allocates and imports: NCCL gets virtual
+// handles, valid over any number of pauses, and its allocations are carved
+// from slabs, each one physical allocation mapped once. What does not follow
+// NCCL's allocator's way (create, reserve, map) gets a physical allocation of
+// its own, with the driver's own semantics.
+//
+// Locks. Space.structure is held for reading while a call of NCCL's makes or
+// frees blocks, and for writing while a pause or a resume releases or restores
+// them: never while waiting for a peer, and never by the goroutines that serve
+// peers. Space.mu guards the tables, is taken after structure, and is never
+// held across a driver call.
+package vmm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"amem/golib/cuda"
+	"amem/golib/peer"
+)
+
+// ErrPass says that the memory is not amem's: the driver must be called.
+var ErrPass = errors.New("not amem's memory")
+
+// Peers is what Space needs of a peer.Node.
+type Peers interface {
+	Self() peer.Identity
+	Fetch(ctx context.Context, owner peer.Identity, blocks []uint64) ([]int, uint64, error)
+	Drop(owner peer.Identity, block uint64)
+	Freed(block uint64)
+	Gone(who peer.Identity) bool
+}
+
+// Options of a Space.
+type Options struct {
+	Arena       bool          // carve slabs; false: a physical allocation for each handle
+	ControlOnly bool          // keep only the control regions of shared buffers
+	Timeout     time.Duration // for a peer's memory
+}
+
+// Space is the device memory that NCCL has in this process.
+type Space struct {
+	driver  *cuda.Driver
+	peers   Peers
+	options Options
+
+	structure sync.RWMutex
+
+	mu         sync.Mutex
+	changed    chan struct{} // closed, and replaced, when blocks become live or end
+	nextHandle uint64
+	nextBlock  uint64
+	generation uint64 // of this process's memory: how often it was restored
+	handles    map[cuda.Handle]*handle
+	blocks     map[uint64]*block  // own
+	slabs      map[class][]*block // those of blocks that are carved, oldest first
+	imports    map[importKey]*block
+	growing    map[class]chan struct{} // a slab of the class is being made
+	ranges     []addressRange          // by address; what is mapped where
+	devices    map[int32]*Device
+	ended      []*block         // freed while their contents were copied in: Fill discards them
+	nicSites   map[uintptr]bool // where NCCL allocated what it registered with a NIC
+}
+
+type importKey struct {
+	owner peer.ID
+	block uint64
+}
+
+// addressRange says which block stands at an address. m is nil at its home.
+type addressRange struct {
+	at    cuda.Ptr
+	size  uint64
+	block *block
+	m     *mapping
+}
+
+// Device is a device that NCCL has memory on.
+type Device struct {
+	Ordinal int32
+	UUID    [16]byte
+	Context cuda.Context // NCCL's, as of its first allocation
+	stream  cuda.Stream  // for copies; made when first needed
+}
+
+// New makes an empty Space. SetPeers must follow before its first use.
+func New(driver *cuda.Driver, options Options) *Space {
+	return &Space{
+		driver: driver, options: options, changed: make(chan struct{}),
+		handles: map[cuda.Handle]*handle{}, blocks: map[uint64]*block{}, imports: map[importKey]*block{},
+		slabs: map[class][]*block{}, growing: map[class]chan struct{}{}, devices: map[int32]*Device{}, nicSites: map[uintptr]bool{},
+	}
+}
+
+// SetPeers connects the Space with other processes' memory.
+func (s *Space) SetPeers(p Peers) { s.peers = p }
+
+// Granularity is what NCCL's allocator rounds to; 0: what the driver says.
+func (s *Space) Granularity() uint64 {
+	if s.options.Arena {
+		return smallUnit
+	}
+	return 0
+}
+
+// broadcast wakes those who wait for blocks. mu is held.
+func (s *Space) broadcast() {
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// addRange notes what stands at an address. mu is held.
+func (s *Space) addRange(r addressRange) {
+	i, _ := slices.BinarySearchFunc(s.ranges, r.at, compareAt)
+	s.ranges = slices.Insert(s.ranges, i, r)
+}
+
+// removeRange forgets it. mu is held.
+func (s *Space) removeRange(at cuda.Ptr) {
+	if i, found := slices.BinarySearchFunc(s.ranges, at, compareAt); found {
+		s.ranges = slices.Delete(s.ranges, i, i+1)
+	}
+}
+
+func compareAt(r addressRange, at cuda.Ptr) int { return compare(r.at, at) }
+
+// rangeAt answers what stands at the address. mu is held.
+func (s *Space) rangeAt(p cuda.Ptr) (addressRange, bool) {
+	i, exact := slices.BinarySearchFunc(s.ranges, p, compareAt)
+	if !exact {
+		i--
+	}
+	if i < 0 || p >= s.ranges[i].at+cuda.Ptr(s.ranges[i].size) {
+		return addressRange{}, false
+	}
+	return s.ranges[i], true
+}
+
+// find answers the handle whose memory is at p, and where that memory starts.
+// mu is held.
+func (s *Space) find(p cuda.Ptr) (h *handle, at cuda.Ptr, m *mapping) {
+	r, ok := s.rangeAt(p)
+	if !ok {
+		return nil, 0, nil
+	}
+	if r.m != nil {
+		if h = r.block.handleAt(0); h == nil {
+			return nil, 0, nil
+		}
+		return h, r.at, r.m
+	}
+	if h = r.block.handleAt(uint64(p - r.at)); h == nil {
+		return nil, 0, nil
+	}
+	return h, r.at + cuda.Ptr(h.off), nil
+}
+
+// device answers the device, and notes the calling thread's context for it
+// when it is new.
+func (s *Space) device(ordinal int32) (*Device, error) {
+	s.mu.Lock()
+	d := s.devices[ordinal]
+	s.mu.Unlock()
+	if d != nil {
+		return d, nil
+	}
+	ctx, err := s.driver.CurrentContext()
+	if err != nil {
+		return nil, err
+	}
+	uuid, err := s.driver.UUID(int(ordinal))
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.devices[ordinal] == nil {
+		s.devices[ordinal] = &Device{Ordinal: ordinal, UUID: uuid, Context: ctx}
+	}
+	return s.devices[ordinal], nil
+}
+
+// Devices lists the devices that NCCL has used.
+func (s *Space) Devices() []*Device {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var list []*Device
+	for _, d := range s.devices {
+		list = append(list, d)
+	}
+	slices.SortFunc(list, func(a, b *Device) int { return int(a.Ordinal - b.Ordinal) })
+	return list
+}
+
+// newBlock makes an own block with physical memory at a home address.
+// structure is held.
+func (s *Space) newBlock(c class, size uint64, slab bool) (*block, error) {
+	b := &block{prop: c.prop, size: size, slab: slab, class: c, fd: -1}
+	if slab {
+		b.free = []span{{0, size}}
+	}
+	if c.nic {
+		b.keep = KeepNIC
+	}
+	if err := s.materialise(b); err != nil {
+		if b.home != 0 {
+			err = errors.Join(err, s.driver.AddressFree(b.home, b.size))
+		}
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.nextBlock++
+	b.id = s.nextBlock
+	s.blocks[b.id] = b
+	if slab {
+		s.slabs[c] = append(s.slabs[c], b)
+	}
+	s.addRange(addressRange{at: b.home, size: b.size, block: b})
+	return b, nil
+}
+
+// discard ends a block that no handle uses: its memory goes back to the
+// device. It has been taken from the tables. structure is held, mu is not.
+func (s *Space) discard(b *block) error {
+	var errs []error
+	if b.live {
+		errs = append(errs, s.evaporate(b))
+	}
+	if b.home != 0 {
+		if err := s.driver.AddressFree(b.home, b.size); err != nil {
+			errs = append(errs, fmt.Errorf("free %d bytes of addresses: %w", b.size, err))
+		}
+	}
+	if b.owner != nil {
+		s.peers.Drop(*b.owner, b.id)
+	} else {
+		s.peers.Freed(b.id)
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,86 @@
+"""Give the GPU memory that NCCL holds back to the device, and restore it.
+
+    import amem
+
+    amem.enable()               # before the first NCCL communicator
+    ...
+    with amem.paused():         # NCCL's memory is free for something else
+        ...
+
+Importing this package loads no library and never imports torch. The names
+below are looked up on first use, so that a process that only has AMEM_ENABLE
+in its environment starts as fast as before.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._api import State, Stats, Transition, enable, get_group_id, pause, paused, resume, set_group_id, state, stats
+    from .errors import (
+        AmemError,
+        CoreError,
+        CudaError,
+        DeadlineError,
+        ForkedError,
+        HostMemoryError,
+        InternalError,
+        InvalidArgumentError,
+        InvalidStateError,
+        NoCuMemError,
+        NoDriverError,
+        NoNcclError,
+        NotEnabledError,
+        OutOfMemoryError,
+        PeerError,
+        TooLateError,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmemError",
+    "CoreError",
+    "CudaError",
+    "DeadlineError",
+    "ForkedError",
+    "HostMemoryError",
+    "InternalError",
+    "InvalidArgumentError",
+    "InvalidStateError",
+    "NoCuMemError",
+    "NoDriverError",
+    "NoNcclError",
+    "NotEnabledError",
+    "OutOfMemoryError",
+    "PeerError",
+    "State",
+    "Stats",
+    "TooLateError",
+    "Transition",
+    "__version__",
+    "enable",
+    "get_group_id",
+    "pause",
+    "paused",
+    "resume",
+    "set_group_id",
+    "state",
+    "stats",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.endswith("Error"):
+        from . import errors as module
+    else:
+        from . import _api as module  # type: ignore[no-redef]
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

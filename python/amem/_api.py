@@ -1,0 +1,214 @@
+"""The functions that users call. amem/__init__.py exposes them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+from . import _library
+from ._library import enable
+from .errors import InternalError, InvalidArgumentError
+
+__all__ = [
+    "State",
+    "Stats",
+    "Transition",
+    "enable",
+    "get_group_id",
+    "pause",
+    "paused",
+    "resume",
+    "set_group_id",
+    "state",
+    "stats",
+]
+
+
+class State(enum.Enum):
+    """Where this process stands. The values are those of amem_state()."""
+
+    OFF = 0
+    """not enabled"""
+    WAITING = 1
+    """enabled; NCCL has not asked for the CUDA driver yet"""
+    ACTIVE = 2
+    PAUSED = 3
+
+
+class LastTransition(TypedDict):
+    """The last pause, or the last resume."""
+
+    seconds: float
+    bytes: int
+    copied_bytes: int
+
+
+class Stats(TypedDict, total=False):
+    """The main fields of the statistics; docs/statistics.md lists them all."""
+
+    version: str
+    state: str
+    pid: int
+    group: int
+    device_bytes: int
+    """NCCL's memory on this process's devices now"""
+    host_bytes: int
+    """host memory that holds, or is kept for, NCCL's contents"""
+    last_pause: LastTransition
+    last_resume: LastTransition
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What one pause or resume did in this process."""
+
+    seconds: float
+    bytes: int
+    """device memory given back, or restored"""
+    copied_bytes: int
+    """of which this many were copied to, or from, host memory"""
+    changed: bool
+    """False if the process was in the wanted state already"""
+
+
+# Serialises pause and resume, so that the transition read from the statistics
+# is that of the same call.
+_transition = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _transition
+    _transition = threading.Lock()
+
+
+# A child forked while another thread paused must get ForkedError, not a lock
+# that nobody will release.
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def pause(*tags: str) -> Transition:
+    """Gives the memory of the tags (default: all) back to the device.
+
+    Every rank must call it, as with a collective: memory that a peer maps is
+    free only once the peer has paused too. Until resume() no collective may
+    be started. Does nothing if the process is paused already.
+
+    Raises:
+        NotEnabledError: amem was not enabled before the first communicator.
+        NoCuMemError: NCCL allocates with cudaMalloc; there is nothing to pause.
+        InvalidArgumentError: there is no such tag.
+        DeadlineError: a peer did not pause in time; the message names it.
+        AmemError: anything else. The process stays active.
+    """
+    return _transit("pause", tags)
+
+
+def resume(*tags: str) -> Transition:
+    """Restores the memory of the tags (default: all): same addresses, same contents.
+
+    Does nothing if the process is not paused.
+
+    Raises:
+        NotEnabledError: amem is not enabled in this process.
+        OutOfMemoryError: the device has too little free memory. The process
+            stays paused and loses nothing: free some and call again.
+        InvalidArgumentError: there is no such tag.
+        AmemError: anything else. The process stays paused.
+    """
+    return _transit("resume", tags)
+
+
+def _transit(verb: str, tags: tuple[str, ...]) -> Transition:
+    library = _library.loaded()
+    if library is None:
+        raise _library.not_enabled("amem is not enabled in this process")
+    text = _tag_list(tags)
+    with _transition:
+        before = library.amem_state()
+        status = getattr(library, f"amem_{verb}")(text)
+        _library.check(library, f"amem_{verb}", status)
+        if library.amem_state() == before:
+            return Transition(seconds=0.0, bytes=0, copied_bytes=0, changed=False)
+        last = _read_stats(library)[f"last_{verb}"]
+    return Transition(
+        seconds=float(last["seconds"]), bytes=int(last["bytes"]), copied_bytes=int(last["copied_bytes"]), changed=True
+    )
+
+
+def _tag_list(tags: tuple[str, ...]) -> bytes | None:
+    for tag in tags:
+        # The library separates tags by commas and ends at a zero byte.
+        if not tag or "," in tag or "\0" in tag:
+            raise InvalidArgumentError(f"{tag!r} is not a tag: pass each tag as an argument of its own")
+    return ",".join(tags).encode() if tags else None
+
+
+@contextlib.contextmanager
+def paused(*tags: str) -> Iterator[Transition]:
+    """Pauses on entry and resumes on exit, also when the body raised.
+
+    If the body raised and the resume fails too, the resume's error is raised,
+    with the body's as its __context__.
+    """
+    transition = pause(*tags)
+    try:
+        yield transition
+    finally:
+        resume(*tags)
+
+
+def state() -> State:
+    """Where this process stands. Never raises for a process without amem: it is OFF."""
+    library = _library.loaded()
+    return State.OFF if library is None else State(library.amem_state())
+
+
+def stats() -> Stats:
+    """What amem holds and did in this process. Sizes are bytes, times are seconds.
+
+    Raises:
+        CoreError: the library is missing or of another release.
+        InternalError: the library gave no statistics.
+    """
+    return cast(Stats, _read_stats(_library.load()))
+
+
+def set_group_id(group: int) -> None:
+    """Keeps this job apart from others on the same GPUs. Overrides AMEM_GROUPID.
+
+    Raises:
+        InvalidArgumentError: the number is out of range.
+        InvalidStateError: the first communicator exists already.
+    """
+    if not -(2**31) <= group < 2**31:
+        raise InvalidArgumentError(f"group ID {group} does not fit in 32 bits")
+    library = _library.load()
+    _library.check(library, "amem_set_group_id", library.amem_set_group_id(group))
+
+
+def get_group_id() -> int:
+    """The group of this process."""
+    library = _library.load()
+    group = ctypes.c_int()
+    _library.check(library, "amem_get_group_id", library.amem_get_group_id(ctypes.byref(group)))
+    return group.value
+
+
+def _read_stats(library: ctypes.CDLL) -> dict[str, Any]:
+    text = library.amem_stats_json()
+    if not text:
+        message = (library.amem_last_error() or b"").decode(errors="replace")
+        message = message or "amem_stats_json gave no statistics"
+        raise InternalError(message)
+    try:
+        parsed: dict[str, Any] = json.loads(ctypes.string_at(text))
+    finally:
+        library.amem_free(text)
+    return parsed

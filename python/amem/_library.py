@@ -1,0 +1,135 @@
+"""Finds, loads and binds libamem_hook.so, whose interface is amem.h."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_char_p, c_int, c_void_p
+
+from . import __version__
+from .errors import CoreError, NotEnabledError, from_status
+
+HOOK = "libamem_hook.so"
+CORE = "libamem_nccl.so"
+
+# What AMEM_ENABLE may say, in any case of letters, to enable amem.
+ENABLE_VALUES = ("1", "true", "on")
+
+# name, restype, argtypes
+FUNCTIONS = (
+    ("amem_enable", c_int, ()),
+    ("amem_pause", c_int, (c_char_p,)),
+    ("amem_resume", c_int, (c_char_p,)),
+    ("amem_state", c_int, ()),
+    # Not c_char_p: ctypes would make a copy and lose the pointer to free.
+    ("amem_stats_json", c_void_p, ()),
+    ("amem_free", None, (c_void_p,)),
+    ("amem_set_group_id", c_int, (c_int,)),
+    ("amem_get_group_id", c_int, (POINTER(c_int),)),
+    ("amem_last_error", c_char_p, ()),
+    ("amem_version", c_char_p, ()),
+)
+
+_loaded: ctypes.CDLL | None = None
+
+
+def folder() -> str:
+    """The folder that holds amem's libraries."""
+    return os.environ.get("AMEM_LIBRARY_DIR") or os.path.join(os.path.dirname(__file__), "lib")
+
+
+def simulator_folder() -> str:
+    """The folder that holds the simulated libcuda.so.1 and libnccl.so.2."""
+    return os.environ.get("AMEM_SIM_LIBRARY_DIR") or os.path.join(os.path.dirname(__file__), "sim")
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The library if this process has it already (LD_PRELOAD counts), else None."""
+    global _loaded
+    if _loaded is None:
+        try:
+            _loaded = _bind(ctypes.CDLL(HOOK, mode=os.RTLD_NOLOAD))
+        except OSError:
+            return None
+    return _loaded
+
+
+def load() -> ctypes.CDLL:
+    """The library, loaded if it was not.
+
+    Raises:
+        CoreError: it is missing, can't be loaded, or is of another release.
+    """
+    global _loaded
+    library = loaded()
+    if library is None:
+        path = os.path.join(folder(), HOOK)
+        if not os.path.exists(path):
+            raise CoreError(
+                f"{path} does not exist: install amem from a wheel of this platform, "
+                "or set AMEM_LIBRARY_DIR to the folder of its libraries"
+            )
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            raise CoreError(f"can't load {path}: {error}") from error
+        _loaded = library = _bind(library)
+    return library
+
+
+def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
+    path = library._name
+    for name, restype, argtypes in FUNCTIONS:
+        try:
+            function = getattr(library, name)
+        except AttributeError:
+            raise CoreError(f"{path} has no function {name}: it is not a library of amem {__version__}") from None
+        function.restype = restype
+        function.argtypes = argtypes
+    version = (library.amem_version() or b"").decode()
+    if version != __version__:
+        raise CoreError(
+            f"{path} is of amem {version}, the Python package of amem {__version__}: "
+            "install both from one wheel, and look at LD_PRELOAD and AMEM_LIBRARY_DIR"
+        )
+    return library
+
+
+def check(library: ctypes.CDLL, what: str, status: int) -> None:
+    """Raises the exception for a status, on the thread whose call returned it."""
+    if status == 0:
+        return
+    message = (library.amem_last_error() or b"").decode(errors="replace")
+    message = message or f"{what} failed with status {status}"
+    if status == NotEnabledError.status:
+        raise not_enabled(message)
+    raise from_status(status, message)
+
+
+def not_enabled(message: str) -> NotEnabledError:
+    hint = "call amem.enable(), or set AMEM_ENABLE=1, before the first NCCL communicator"
+    return NotEnabledError(message if "amem.enable()" in message else f"{message}: {hint}")
+
+
+def enable() -> None:
+    """Hooks NCCL in this process, so that its memory can be paused.
+
+    Call it before the first NCCL communicator; whether libnccl.so.2 is loaded
+    by then does not matter. Calling it again does nothing.
+
+    Raises:
+        TooLateError: NCCL has started already.
+        CoreError: the library is missing or of another release.
+        AmemError: anything else; the message says what to do.
+    """
+    library = load()
+    first = library.amem_state() == 0
+    check(library, "amem_enable", library.amem_enable())
+    if first and os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        # Imported here: logging is slow to import and this is the rare case.
+        import logging
+
+        logging.getLogger("amem").warning(
+            "NCCL_CUMEM_ENABLE=0 is set, so NCCL allocates with cudaMalloc and amem has nothing to pause: "
+            "unset NCCL_CUMEM_ENABLE, or set it to 1, where this process's environment is made"
+        )

@@ -1,0 +1,210 @@
+"""The rank that the tests drive: amem's own, with more commands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import amem
+from amem._cuda import Graph
+from amem._nccl import Communicator
+from amem._pattern import ITEM, mismatches, pattern
+from amem._rank import Rank, serve
+
+
+@dataclass
+class Allocation:
+    size: int
+    content: bytes
+    nccl: bool
+
+
+@dataclass
+class Captured:
+    """One communicator's all-reduce in a graph."""
+
+    communicator: Communicator
+    source: int
+    target: int
+
+
+class Agent(Rank):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocations: dict[int, Allocation] = {}
+        self.graph: Graph | None = None
+        self.captured: list[Captured] = []
+        self.count = 0
+        self.replays = 0
+
+    def split(self, comm: int, color: int, rank: int, size: int) -> int | None:
+        """The number of the new communicator; color -1 takes part and gets none."""
+        part = self.communicators[comm].split(color, rank, size)
+        return self.add(part) if color >= 0 else None
+
+    def destroy(self, comm: int) -> None:
+        # NCCL waits for ever for a graph that holds the communicator.
+        self.graph_destroy()
+        self.communicators.pop(comm).destroy()
+
+    def broadcast(self, comm: int = 0, count: int = 100_000, root: int = 0) -> int:
+        communicator, seed = self.next_call(comm)
+        return self.verify(
+            pattern(count, seed, [communicator.rank]),
+            pattern(count, seed, [root]),
+            lambda source, target: communicator.broadcast(source, target, count, root, self.device.stream),
+        )
+
+    def allgather(self, comm: int = 0, count: int = 100_000) -> int:
+        communicator, seed = self.next_call(comm)
+        return self.verify(
+            pattern(count, seed, [communicator.rank]),
+            b"".join(pattern(count, seed, [rank]) for rank in range(communicator.size)),
+            lambda source, target: communicator.all_gather(source, target, count, self.device.stream),
+        )
+
+    def reducescatter(self, comm: int = 0, count: int = 100_000) -> int:
+        communicator, seed = self.next_call(comm)
+        ranks = range(communicator.size)
+        return self.verify(
+            pattern(count * communicator.size, seed, [communicator.rank]),
+            pattern(count, seed, ranks, offset=count * communicator.rank),
+            lambda source, target: communicator.reduce_scatter(source, target, count, self.device.stream),
+        )
+
+    def alltoall(self, comm: int = 0, count: int = 100_000) -> int:
+        communicator, seed = self.next_call(comm)
+        size, me = communicator.size, communicator.rank
+
+        def run(source: int, target: int) -> None:
+            communicator.exchange(
+                [(source + peer * count * ITEM, peer) for peer in range(size)],
+                [(target + peer * count * ITEM, peer) for peer in range(size)],
+                count,
+                self.device.stream,
+            )
+
+        return self.verify(
+            b"".join(pattern(count, seed, [me * size + peer]) for peer in range(size)),
+            b"".join(pattern(count, seed, [peer * size + me]) for peer in range(size)),
+            run,
+        )
+
+    def sendrecv(self, comm: int = 0, count: int = 100_000, shift: int = 1) -> int:
+        """Each rank sends to the one that is shift further on."""
+        communicator, seed = self.next_call(comm)
+        size, me = communicator.size, communicator.rank
+        to, source_rank = (me + shift) % size, (me - shift) % size
+        return self.verify(
+            pattern(count, seed, [me]),
+            pattern(count, seed, [source_rank]),
+            lambda source, target: communicator.exchange(
+                [(source, to)], [(target, source_rank)], count, self.device.stream
+            ),
+        )
+
+    def capture(self, count: int = 10_000) -> None:
+        """Captures one graph with an all-reduce on each communicator."""
+        self.count = count
+        for communicator in self.communicators.values():
+            source, target = (self.device.alloc(count * ITEM) for _ in range(2))
+            self.captured.append(Captured(communicator, source, target))
+        self.device.begin_capture()
+        for part in self.captured:
+            part.communicator.all_reduce(part.source, part.target, count, self.device.stream)
+        self.graph = self.device.end_capture()
+
+    def replay(self) -> int:
+        """Launches the captured graph on fresh data."""
+        if self.graph is None:
+            raise RuntimeError("nothing was captured")
+        self.replays += 1
+        for part in self.captured:
+            self.device.write(part.source, pattern(self.count, self.replays, [part.communicator.rank]))
+        self.graph.launch()
+        return sum(
+            mismatches(
+                self.device.read(part.target, self.count * ITEM),
+                pattern(self.count, self.replays, range(part.communicator.size)),
+            )
+            for part in self.captured
+        )
+
+    def graph_destroy(self) -> None:
+        if self.graph is not None:
+            self.graph.destroy()
+            self.graph = None
+        while self.captured:
+            part = self.captured.pop()
+            self.device.free(part.source)
+            self.device.free(part.target)
+
+    def mem_alloc(self, size: int, seed: int = 1) -> int:
+        """Memory of ncclMemAlloc, filled; returns its address."""
+        pointer = self.nccl.mem_alloc(size)
+        content = pattern(size // ITEM, seed, [0])
+        self.device.write(pointer, content)
+        self.allocations[pointer] = Allocation(size, content, nccl=True)
+        return pointer
+
+    def hold(self, size: int) -> int:
+        """Device memory that is not NCCL's; returns its address."""
+        pointer = self.device.alloc(size)
+        self.allocations[pointer] = Allocation(size, b"", nccl=False)
+        return pointer
+
+    def check(self, pointer: int) -> int:
+        content = self.allocations[pointer].content
+        return mismatches(self.device.read(pointer, len(content)), content)
+
+    def free(self, pointer: int) -> None:
+        if self.allocations.pop(pointer).nccl:
+            self.nccl.mem_free(pointer)
+        else:
+            self.device.free(pointer)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def enable(self) -> None:
+        amem.enable()
+
+    def set_group_id(self, group: int) -> int:
+        amem.set_group_id(group)
+        return amem.get_group_id()
+
+    def eval(self, expression: str) -> Any:
+        """A Python expression; rank, amem, os and sys are at hand."""
+        return eval(expression, {"rank": self, "amem": amem, "os": os, "sys": sys})
+
+    def threads(self, commands: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Runs commands at the same time, one a thread; the answer of each."""
+        answers: list[dict[str, Any]] = [{} for _ in commands]
+        gate = threading.Barrier(len(commands))
+
+        def run(number: int, command: str, arguments: dict[str, Any]) -> None:
+            self.device.make_current()
+            gate.wait()
+            answers[number] = self.perform(command, arguments)
+
+        workers = [
+            threading.Thread(target=run, args=(number, command, arguments), daemon=True)
+            for number, (command, arguments) in enumerate(commands)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return answers
+
+
+if __name__ == "__main__":
+    serve(Agent())

@@ -1,0 +1,77 @@
+"""AMEM_ENABLE, as the wheel's .pth file hands it on while Python starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fake_library
+from fake_library import result, run
+
+SCRIPT = """
+import amem._autoenable
+print(json.dumps(amem.state().name))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("lib")
+    fake_library.build(folder)
+    return folder
+
+
+@pytest.mark.parametrize("value", ["1", "true", "on", "True", "ON"])
+def test_on(folder: Path, value: str) -> None:
+    assert result(SCRIPT, folder, AMEM_ENABLE=value) == "ACTIVE"
+
+
+@pytest.mark.parametrize("value", ["0", "", "false", "off", "OFF"])
+def test_off_is_silent(folder: Path, value: str) -> None:
+    done = run(SCRIPT, folder, AMEM_ENABLE=value)
+    assert (done.returncode, done.stdout, done.stderr) == (0, '"OFF"\n', "")
+
+
+def test_unset_is_off(folder: Path) -> None:
+    assert result(SCRIPT, folder) == "OFF"
+
+
+@pytest.mark.parametrize("value", ["2", "yes", "ture"])
+def test_another_value_is_reported_and_enables_nothing(folder: Path, value: str) -> None:
+    done = run(SCRIPT, folder, AMEM_ENABLE=value)
+    assert done.returncode == 0
+    assert done.stdout == '"OFF"\n'
+    assert done.stderr == f"amem: not enabled: AMEM_ENABLE={value} is neither 1 nor 0\n"
+
+
+def test_a_failure_of_the_library_is_one_line_and_no_more(folder: Path) -> None:
+    done = run(SCRIPT, folder, AMEM_ENABLE="1", FAKE_ENABLE="2")
+    assert done.returncode == 0
+    assert done.stdout == '"OFF"\n'
+    assert done.stderr == "amem: not enabled: fake: status 2\n"
+
+
+def test_a_missing_library_is_one_line_and_no_more(tmp_path: Path) -> None:
+    done = run(SCRIPT, tmp_path, AMEM_ENABLE="1")
+    assert done.returncode == 0
+    assert done.stderr.startswith("amem: not enabled: ")
+    assert str(tmp_path) in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_it_imports_little(folder: Path) -> None:
+    script = """
+import importlib, os
+# What the test itself brings in must not count.
+for name in [name for name in sys.modules if name.partition(".")[0] in ("amem", "json", "re", "enum")]:
+    del sys.modules[name]
+before = set(sys.modules)
+importlib.import_module("amem._autoenable")
+print(*sorted(set(sys.modules) - before))
+"""
+    done = run(script, folder, AMEM_ENABLE="1")
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.split())
+    assert "amem._library" in imported
+    assert {name.partition(".")[0] for name in imported} <= {"amem", "ctypes", "_ctypes", "struct", "_struct"}
