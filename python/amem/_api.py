@@ -51,16 +51,27 @@ class LastTransition(TypedDict):
 
 
 class Stats(TypedDict, total=False):
-    """The main fields of the statistics; docs/statistics.md lists them all."""
+    """The main fields of the statistics; docs/statistics.md lists them all.
+
+    Until NCCL is in use there are only version, state and group.
+    """
 
     version: str
     state: str
-    pid: int
+    """as State, in lower case"""
     group: int
+    pid: int
     device_bytes: int
-    """NCCL's memory on this process's devices now"""
-    host_bytes: int
-    """host memory that holds, or is kept for, NCCL's contents"""
+    """NCCL's memory of this process that is on the devices now"""
+    paused_bytes: int
+    """NCCL's memory of this process that is given back now"""
+    resident: dict[str, int]
+    """bytes that a pause does not give back, by reason"""
+    devices: list[dict[str, Any]]
+    host: dict[str, int]
+    peers: list[dict[str, Any]]
+    pauses: int
+    resumes: int
     last_pause: LastTransition
     last_resume: LastTransition
 

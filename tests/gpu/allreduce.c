@@ -27,7 +27,7 @@
 
 #define MAX_RANKS 16
 #define MAX_COMMS 64
-#define SLACK (8ull << 20)
+#define SLACK (32ull << 20)
 #define POISON (-1.0f)
 
 typedef struct ncclComm *ncclComm_t;
@@ -177,6 +177,8 @@ static void verify(ncclComm_t comm, struct buffers *b, size_t count, int cycle)
     for (size_t i = 0; i < count; i++)
         b->host[i] = value(seed, rank, i);
     CU(MemcpyHtoD(b->source, b->host, count * sizeof(float)));
+    /* The copy of pageable memory may still be on its way, and the stream waits for no other. */
+    CU(CtxSynchronize());
     NCCL(ncclAllReduce((void *)(uintptr_t)b->source, (void *)(uintptr_t)b->output, count, NCCL_FLOAT, NCCL_SUM, comm,
                        b->stream));
     CU(StreamSynchronize(b->stream));

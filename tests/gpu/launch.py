@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import random
 import selectors
 import shutil
 import signal
@@ -161,10 +162,12 @@ def report(**values: Any) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port below those that the kernel hands out, which NCCL's own sockets may take before rank 0 listens."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_commands(
