@@ -49,6 +49,7 @@ lint-go:
 lint-py: venv
 	$(python) -m ruff check .
 	$(python) -m mypy python/amem tests/py tests/agent
+	$(python) -m mypy tests/sim
 
 test: lib lint install test-go test-py ## every check that needs no GPU
 

@@ -219,6 +219,24 @@ func (d *Driver) CurrentContext() (Context, error) {
 	return Context(uintptr(unsafe.Pointer(ctx))), err
 }
 
+// CurrentDevice answers the device of the calling thread's context.
+func (d *Driver) CurrentDevice() (int32, error) {
+	var device C.CUdevice
+	err := d.done("cuCtxGetDevice", C.amem_CtxGetDevice(&device))
+	return int32(device), err
+}
+
+// ContextOf answers the calling thread's context if it is of the device, or
+// else the device's primary context, which then stays for the process's life.
+func (d *Driver) ContextOf(device int32) (Context, error) {
+	if current, err := d.CurrentDevice(); err == nil && current == device {
+		return d.CurrentContext()
+	}
+	var ctx C.CUcontext
+	err := d.done("cuDevicePrimaryCtxRetain", C.amem_DevicePrimaryCtxRetain(&ctx, C.CUdevice(device)))
+	return Context(uintptr(unsafe.Pointer(ctx))), err
+}
+
 // UUID answers the device's 16 bytes.
 func (d *Driver) UUID(device int) ([16]byte, error) {
 	var c C.CUuuid

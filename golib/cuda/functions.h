@@ -12,6 +12,8 @@
     X(GetErrorName, "cuGetErrorName", (CUresult r, const char **name), (r, name))                                     \
     X(DeviceGetUuid, "cuDeviceGetUuid_v2", (CUuuid * uuid, CUdevice dev), (uuid, dev))                                \
     X(CtxGetCurrent, "cuCtxGetCurrent", (CUcontext * ctx), (ctx))                                                     \
+    X(CtxGetDevice, "cuCtxGetDevice", (CUdevice * dev), (dev))                                                        \
+    X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext * ctx, CUdevice dev), (ctx, dev))                \
     X(CtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext ctx), (ctx))                                                  \
     X(CtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext * ctx), (ctx))                                                  \
     X(CtxSynchronize, "cuCtxSynchronize", (void), ())                                                                 \

@@ -19,8 +19,15 @@ int driver_guard = AMEM_GUARD_OPEN;
 static __thread bool own_allocator;                   /* the granularity was asked in the allocator's way */
 static __thread CUmemGenericAllocationHandle pending; /* the handle that the next reservation may be for */
 
-/* Why this thread's last kernel launch was refused, or NULL if it was not. */
-static __thread const char *refusal;
+/* The last error of this thread that was amem's own, and why. */
+static __thread CUresult refusal;
+static __thread const char *refusal_text;
+
+static CUresult refuse(CUresult error, const char *text) {
+    refusal = error;
+    refusal_text = text;
+    return error;
+}
 
 static bool is_virtual(CUmemGenericAllocationHandle handle) {
     return (handle & AMEM_HANDLE_TAG_MASK) == AMEM_HANDLE_TAG;
@@ -103,6 +110,7 @@ static CUresult retain(CUmemGenericAllocationHandle *handle, void *addr) {
 static CUresult reserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr, unsigned long long flags) {
     CUmemGenericAllocationHandle handle = pending;
     pending = 0;
+    own_allocator = false;
     CORE_OR_DRIVER(reserve(ptr, size, alignment, addr, flags, handle),
                    MemAddressReserve(ptr, size, alignment, addr, flags));
 }
@@ -146,9 +154,23 @@ static CUresult export_handle(void *shareable, CUmemGenericAllocationHandle hand
 
 static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *shareable, CUmemAllocationHandleType type) {
     const struct amem_core *core = core_loaded();
+    bool own = own_allocator;
+    own_allocator = false;
     pending = 0;
     CUresult result = core ? core->import_handle(handle, shareable, type) : AMEM_PASS;
-    if (result == AMEM_PASS) return real.MemImportFromShareableHandle(handle, shareable, type);
+    if (result == AMEM_PASS) {
+        /*
+         * Before it imports a peer's buffer, NCCL asks for the granularity as
+         * its allocator does (p2p.cc), and a peer's buffer is never the
+         * driver's own where amem is.
+         */
+        if (core && own && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
+            const char *text = "amem is not enabled in the process of a peer: set AMEM_ENABLE=1 in every rank, or in none";
+            log_line(LOG_ERROR, "%s", text);
+            return refuse(CUDA_ERROR_NOT_SUPPORTED, text);
+        }
+        return real.MemImportFromShareableHandle(handle, shareable, type);
+    }
     if (!result) pending = *handle;
     return result;
 }
@@ -175,42 +197,43 @@ static CUresult multicast_bind_addr(CUmemGenericAllocationHandle multicast, size
     return real.MulticastBindAddr(multicast, offset, ptr, size, flags);
 }
 
-/* Whether a kernel of NCCL may not run now. The log tells it once a pause. */
-static bool refused(void) {
+/* The result of launching a kernel of NCCL's that may not run now, or 0. The log tells it once a pause. */
+static CUresult guard(void) {
     static atomic_int told = AMEM_GUARD_OPEN;
-    int guard = __atomic_load_n(&driver_guard, __ATOMIC_ACQUIRE);
-    if (guard == AMEM_GUARD_OPEN) {
+    int position = __atomic_load_n(&driver_guard, __ATOMIC_ACQUIRE);
+    if (position == AMEM_GUARD_OPEN) {
         told = AMEM_GUARD_OPEN;
-        refusal = NULL;
-        return false;
+        return CUDA_SUCCESS;
     }
-    refusal = guard == AMEM_GUARD_PAUSED
-                  ? "amem refused a collective because NCCL's memory is paused: call amem.resume() first"
-                  : "amem refused a collective because a peer's memory is paused, after a pause that failed here: call "
-                    "amem.resume() first";
-    if (atomic_exchange(&told, guard) != guard) log_line(LOG_ERROR, "%s", refusal);
-    return true;
+    const char *text =
+        position == AMEM_GUARD_PAUSED
+            ? "amem refused a collective because NCCL's memory is paused: call amem.resume() first"
+            : "amem refused a collective because a peer's memory is paused, after a pause that failed here: call "
+              "amem.resume() first";
+    if (atomic_exchange(&told, position) != position) log_line(LOG_ERROR, "%s", text);
+    return refuse(CUDA_ERROR_ILLEGAL_STATE, text);
 }
 
 /* NCCL puts this text into the error that its caller sees. */
 static CUresult error_string(CUresult error, const char **text) {
-    if (error == CUDA_ERROR_ILLEGAL_STATE && refusal) {
-        *text = refusal;
-        return CUDA_SUCCESS;
-    }
-    return real.GetErrorString(error, text);
+    if (!refusal_text || error != refusal) return real.GetErrorString(error, text);
+    *text = refusal_text;
+    refusal_text = NULL;
+    return CUDA_SUCCESS;
 }
 
 #define LAUNCH_KERNEL(suffix, variant)                                                                              \
     static CUresult launch_kernel##suffix(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,           \
                                           unsigned int bx, unsigned int by, unsigned int bz, unsigned int shared,    \
                                           CUstream stream, void **params, void **extra) {                            \
-        if (refused()) return CUDA_ERROR_ILLEGAL_STATE;                                                              \
+        CUresult refused = guard();                                                                                  \
+        if (refused) return refused;                                                                                 \
         return real.LaunchKernel[variant](f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);                 \
     }                                                                                                                \
     static CUresult launch_kernel_ex##suffix(const CUlaunchConfig *launch, CUfunction f, void **params,              \
                                              void **extra) {                                                         \
-        if (refused()) return CUDA_ERROR_ILLEGAL_STATE;                                                              \
+        CUresult refused = guard();                                                                                  \
+        if (refused) return refused;                                                                                 \
         return real.LaunchKernelEx[variant](launch, f, params, extra);                                               \
     }
 LAUNCH_KERNEL(_legacy, 0)

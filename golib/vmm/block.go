@@ -46,6 +46,7 @@ type block struct {
 	shared     bool       // peers may fetch it: fd is valid while live
 	fd         int
 	free       []span            // carved: what is unused, by offset
+	carved     uint64            // up to this offset, handles have had the memory
 	handles    []*handle         // by offset
 	contents   *offload.Contents // while paused
 	filling    bool              // contents are being copied in: not to be freed or carved
@@ -94,13 +95,16 @@ const (
 
 func roundUp(n, unit uint64) uint64 { return (n + unit - 1) / unit * unit }
 
-// slabSize answers the size of a class's next slab.
+// slabSize answers the size of a class's next slab. It is a multiple of the
+// chunk's, which more of its size follow: what is left behind the last one
+// would stay unused.
 func slabSize(c class, held, chunk uint64) uint64 {
 	low, high := uint64(minSlabSmall), uint64(maxSlabSmall)
 	if c.large {
 		low, high = minSlabLarge, maxSlabLarge
 	}
-	return roundUp(max(min(max(held/slabGrowth, low), high), chunk), largeUnit)
+	size := max(min(max(held/slabGrowth, low), high), chunk)
+	return roundUp(size/chunk*chunk, largeUnit)
 }
 
 // carve takes size bytes off the first free span that holds them.

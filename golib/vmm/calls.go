@@ -1,6 +1,7 @@
 package vmm
 
 import (
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -48,6 +49,16 @@ func (s *Space) lookup(id cuda.Handle) (*handle, error) {
 		return nil, fmt.Errorf("handle %#x: %w", uint64(id), cuda.ErrInvalidValue)
 	}
 	return h, nil
+}
+
+// bound answers the handle that NCCL names; if it has no memory yet, it gets a
+// block of its own. structure is held.
+func (s *Space) bound(id cuda.Handle) (*handle, error) {
+	h, err := s.lookup(id)
+	if err == nil && h.block == nil {
+		err = s.place(h, false)
+	}
+	return h, err
 }
 
 // Create answers a handle. own: NCCL's own allocator asks, and the handle gets
@@ -106,8 +117,11 @@ func (s *Space) place(h *handle, carve bool) error {
 	}
 	for {
 		s.mu.Lock()
-		if s.carve(c, h, size) {
+		if found, stale := s.carve(c, h, size); found {
 			s.mu.Unlock()
+			if stale {
+				return s.clear(h, size)
+			}
 			return nil
 		}
 		if wait := s.growing[c]; wait != nil { // another thread makes the slab that we need too
@@ -130,8 +144,9 @@ func (s *Space) place(h *handle, carve bool) error {
 	}
 }
 
-// carve finds room in a live slab of the class. mu is held.
-func (s *Space) carve(c class, h *handle, size uint64) bool {
+// carve finds room in a live slab of the class. stale: another handle had the
+// memory before. mu is held.
+func (s *Space) carve(c class, h *handle, size uint64) (found, stale bool) {
 	for _, b := range s.slabs[c] {
 		if !b.live || b.filling {
 			continue
@@ -139,10 +154,41 @@ func (s *Space) carve(c class, h *handle, size uint64) bool {
 		if off, ok := b.carve(size); ok {
 			h.block, h.off = b, off
 			b.addHandle(h)
-			return true
+			stale = off < b.carved
+			b.carved = max(b.carved, off+size)
+			return true, stale
 		}
 	}
-	return false
+	return false, false
+}
+
+// clear makes a chunk that another handle had before as the driver's own
+// memory is: zero, which NCCL counts on in the buffers that it shares. On
+// failure the handle is unbound again. structure is held.
+func (s *Space) clear(h *handle, size uint64) error {
+	at := h.block.home + cuda.Ptr(h.off)
+	done := make(chan error)
+	// On a thread of its own: NCCL's may not wait for a stream while it captures a graph.
+	go func() {
+		done <- s.onDevice(h.prop.Location, func(d *Device) error {
+			d.clearing.Lock()
+			defer d.clearing.Unlock()
+			if err := s.stream(d); err != nil {
+				return err
+			}
+			return errors.Join(s.driver.Zero(at, size, d.stream), s.driver.StreamSynchronize(d.stream))
+		})
+	}()
+	err := <-done
+	if err != nil {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		h.block.removeHandle(h)
+		h.block.uncarve(span{h.off, size})
+		h.block, h.off = nil, 0
+		return fmt.Errorf("clear %d bytes: %w", size, err)
+	}
+	return nil
 }
 
 // held answers the bytes of the class's slabs. mu is held.
@@ -167,6 +213,9 @@ func (s *Space) Reserve(size, alignment uint64, at cuda.Ptr, flags uint64, pendi
 		return 0, ErrPass
 	}
 	if h.block == nil {
+		if alignment > (class{large: h.size >= largeUnit}).unit() { // more than a chunk has
+			return 0, ErrPass
+		}
 		if err := s.place(h, true); err != nil {
 			return 0, err
 		}
@@ -186,14 +235,9 @@ func (s *Space) Reserve(size, alignment uint64, at cuda.Ptr, flags uint64, pendi
 func (s *Space) Map(p cuda.Ptr, size, offset uint64, id cuda.Handle, flags uint64) error {
 	s.structure.RLock()
 	defer s.structure.RUnlock()
-	h, err := s.lookup(id)
+	h, err := s.bound(id)
 	if err != nil {
 		return err
-	}
-	if h.block == nil {
-		if err := s.place(h, false); err != nil {
-			return err
-		}
 	}
 	b := h.block
 	s.mu.Lock()
@@ -239,34 +283,51 @@ func (s *Space) Unmap(p cuda.Ptr, size uint64) error {
 		s.mu.Unlock()
 		return s.endUnused(h)
 	}
-	var taken []addressRange
-	for _, r := range s.ranges {
-		if r.m != nil && r.at >= p && r.at+cuda.Ptr(r.size) <= p+cuda.Ptr(size) {
-			taken = append(taken, r)
-		}
-	}
-	for _, r := range taken {
-		s.removeRange(r.at)
-		r.block.extra = slices.DeleteFunc(r.block.extra, func(m *mapping) bool { return m == r.m })
-	}
+	taken := s.mappingsIn(p, size)
 	s.mu.Unlock()
 	if len(taken) == 0 {
 		return ErrPass
 	}
-	var err error
-	if len(taken) > 1 || taken[0].block.live {
-		err = s.driver.Unmap(p, size)
+	if err := eachLive(p, size, taken, s.driver.Unmap); err != nil {
+		return err
 	}
+	var errs []error
 	for _, r := range taken {
-		h := r.block.handles[0]
 		s.mu.Lock()
+		s.removeRange(r.at)
+		r.block.extra = slices.DeleteFunc(r.block.extra, func(m *mapping) bool { return m == r.m })
+		h := r.block.handles[0]
 		h.mapped--
 		s.mu.Unlock()
-		if endErr := s.endUnused(h); err == nil {
-			err = endErr
+		errs = append(errs, s.endUnused(h))
+	}
+	return errors.Join(errs...)
+}
+
+// mappingsIn lists NCCL's own mappings in the range. mu is held.
+func (s *Space) mappingsIn(p cuda.Ptr, size uint64) []addressRange {
+	var list []addressRange
+	for _, r := range s.ranges {
+		if r.m != nil && r.at >= p && r.at+cuda.Ptr(r.size) <= p+cuda.Ptr(size) {
+			list = append(list, r)
 		}
 	}
-	return err
+	return list
+}
+
+// eachLive calls the driver for the whole range, or, where a pause has released
+// some of it, for each mapping that exists now. structure is held.
+func eachLive(p cuda.Ptr, size uint64, mappings []addressRange, call func(cuda.Ptr, uint64) error) error {
+	live := slices.DeleteFunc(slices.Clone(mappings), func(r addressRange) bool { return !r.block.live })
+	if len(live) == len(mappings) {
+		return call(p, size)
+	}
+	for _, r := range live {
+		if err := call(r.at, r.size); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // SetAccess gives locations access to what is mapped at p. For a part of a
@@ -275,7 +336,8 @@ func (s *Space) SetAccess(p cuda.Ptr, size uint64, access []cuda.Access) error {
 	s.structure.RLock()
 	defer s.structure.RUnlock()
 	for _, a := range access {
-		if a.LocationType == cuda.LocationDevice {
+		// Another device may not even be used by this process.
+		if current, err := s.driver.CurrentDevice(); err == nil && a.LocationType == cuda.LocationDevice && a.Location == current {
 			if _, err := s.device(a.Location); err != nil {
 				return err
 			}
@@ -300,21 +362,21 @@ func (s *Space) SetAccess(p cuda.Ptr, size uint64, access []cuda.Access) error {
 		b.access = append(b.access, without(missing, b.access)...)
 		return nil
 	}
-	found, live := false, false
-	for _, r := range s.ranges {
-		if r.m != nil && r.at >= p && r.at+cuda.Ptr(r.size) <= p+cuda.Ptr(size) {
-			r.m.access = append(r.m.access, without(access, r.m.access)...)
-			found, live = true, live || r.block.live
-		}
-	}
+	found := s.mappingsIn(p, size)
 	s.mu.Unlock()
-	if !found {
+	if len(found) == 0 {
 		return ErrPass
 	}
-	if !live {
-		return nil
+	err := eachLive(p, size, found, func(p cuda.Ptr, size uint64) error { return s.driver.SetAccess(p, size, access) })
+	if err != nil {
+		return err
 	}
-	return s.driver.SetAccess(p, size, access)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range found {
+		r.m.access = append(r.m.access, without(access, r.m.access)...)
+	}
+	return nil
 }
 
 // without answers the rights that are not in have.
@@ -432,14 +494,9 @@ func (s *Space) Properties(id cuda.Handle) (cuda.Prop, error) {
 func (s *Space) BindMulticast(multicast cuda.Handle, multicastOffset uint64, id cuda.Handle, offset, size, flags uint64) error {
 	s.structure.RLock()
 	defer s.structure.RUnlock()
-	h, err := s.lookup(id)
+	h, err := s.bound(id)
 	if err != nil {
 		return err
-	}
-	if h.block == nil {
-		if err := s.place(h, false); err != nil {
-			return err
-		}
 	}
 	if h.block.slab {
 		return fmt.Errorf("NCCL binds a part of a slab to a multicast object; set AMEM_ARENA=0: %w", cuda.ErrNotSupported)
@@ -471,14 +528,9 @@ func (s *Space) Keep(p cuda.Ptr, why string) {
 func (s *Space) Export(shareable unsafe.Pointer, id cuda.Handle, handleType int, flags uint64) error {
 	s.structure.RLock()
 	defer s.structure.RUnlock()
-	h, err := s.lookup(id)
+	h, err := s.bound(id)
 	if err != nil {
 		return err
-	}
-	if h.block == nil {
-		if err := s.place(h, false); err != nil {
-			return err
-		}
 	}
 	b := h.block
 	if handleType != cuda.FileDescriptor || (b.owner == nil && b.home == 0) {

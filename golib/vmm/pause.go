@@ -174,11 +174,9 @@ func (s *Space) byDevice(blocks []*block, f func(d *Device, blocks []*block) err
 		if n < 0 {
 			n = len(blocks)
 		}
-		err := s.onDevice(ordinal, func(d *Device) (err error) {
-			if d.stream == 0 {
-				if d.stream, err = s.driver.NewStream(); err != nil {
-					return err
-				}
+		err := s.onDevice(ordinal, func(d *Device) error {
+			if err := s.stream(d); err != nil {
+				return err
 			}
 			return f(d, blocks[:n])
 		})
@@ -189,6 +187,15 @@ func (s *Space) byDevice(blocks []*block, f func(d *Device, blocks []*block) err
 		blocks = blocks[n:]
 	}
 	return nil
+}
+
+// stream makes the device's stream if there is none yet. The caller is the only
+// one: it holds structure for writing, or d.clearing.
+func (s *Space) stream(d *Device) (err error) {
+	if d.stream == 0 {
+		d.stream, err = s.driver.NewStream()
+	}
+	return err
 }
 
 // waitStreams waits until all copies that were started have ended.
@@ -259,9 +266,9 @@ func (s *Space) attached() []*block {
 // putBack restores blocks whose contents are in the arena, up to the copies,
 // which it only starts: see Fill.
 func (s *Space) putBack(blocks []*block) error {
-	for _, b := range blocks {
+	for i, b := range blocks {
 		if err := s.materialise(b); err != nil {
-			return s.needed(b.prop.Location, err)
+			return s.needed(b.prop.Location, blocks[:i], err)
 		}
 	}
 	s.mu.Lock()
@@ -280,8 +287,9 @@ func (s *Space) putBack(blocks []*block) error {
 	})
 }
 
-// needed makes an out of memory error say how much is needed and free.
-func (s *Space) needed(ordinal int32, err error) error {
+// needed makes an out of memory error say how much is needed and free once
+// the blocks made so far have been released again.
+func (s *Space) needed(ordinal int32, made []*block, err error) error {
 	if !errors.Is(err, cuda.ErrOutOfMemory) {
 		return err
 	}
@@ -292,9 +300,16 @@ func (s *Space) needed(ordinal int32, err error) error {
 			oom.Needed += b.size
 		}
 	}
+	var again uint64
+	for _, b := range made {
+		if b.prop.Location == ordinal {
+			again += b.size
+		}
+	}
 	s.mu.Unlock()
-	return errors.Join(oom, s.onDevice(ordinal, func(*Device) (err error) {
-		oom.Free, _, err = s.driver.MemInfo()
+	return errors.Join(oom, s.onDevice(ordinal, func(*Device) error {
+		free, _, err := s.driver.MemInfo()
+		oom.Needed, oom.Free = oom.Needed+again, free+again
 		return err
 	}))
 }

@@ -86,7 +86,9 @@ type Device struct {
 	Ordinal int32
 	UUID    [16]byte
 	Context cuda.Context // NCCL's, as of its first allocation
-	stream  cuda.Stream  // for copies; made when first needed
+	stream  cuda.Stream  // for copies and clearing; made when first needed
+
+	clearing sync.Mutex // one thread clears at a time
 }
 
 // New makes an empty Space. SetPeers must follow before its first use.
@@ -161,8 +163,7 @@ func (s *Space) find(p cuda.Ptr) (h *handle, at cuda.Ptr, m *mapping) {
 	return h, r.at + cuda.Ptr(h.off), nil
 }
 
-// device answers the device, and notes the calling thread's context for it
-// when it is new.
+// device answers the device, and notes its context when it is new.
 func (s *Space) device(ordinal int32) (*Device, error) {
 	s.mu.Lock()
 	d := s.devices[ordinal]
@@ -170,7 +171,7 @@ func (s *Space) device(ordinal int32) (*Device, error) {
 	if d != nil {
 		return d, nil
 	}
-	ctx, err := s.driver.CurrentContext()
+	ctx, err := s.driver.ContextOf(ordinal)
 	if err != nil {
 		return nil, err
 	}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import amem
-from amem._cuda import Graph
+from amem._cuda import Device, Graph
 from amem._nccl import Communicator
 from amem._pattern import ITEM, mismatches, pattern
 from amem._rank import Rank, serve
@@ -33,6 +36,21 @@ class Captured:
     target: int
 
 
+@dataclass
+class Launched:
+    """An all-reduce that was launched and not waited for."""
+
+    source: int
+    target: int
+    want: bytes
+
+
+@dataclass
+class Window:
+    pointer: int
+    handle: ctypes.c_void_p
+
+
 class Agent(Rank):
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +59,14 @@ class Agent(Rank):
         self.captured: list[Captured] = []
         self.count = 0
         self.replays = 0
+        self.launched: list[Launched] = []
+        self.local: list[tuple[Communicator, Device]] = []
+        self.windows: list[Window] = []
+        self.adding = threading.Lock()
+
+    def add(self, communicator: Communicator) -> int:
+        with self.adding:
+            return super().add(communicator)
 
     def split(self, comm: int, color: int, rank: int, size: int) -> int | None:
         """The number of the new communicator; color -1 takes part and gets none."""
@@ -107,6 +133,140 @@ class Agent(Rank):
                 [(source, to)], [(target, source_rank)], count, self.device.stream
             ),
         )
+
+    def launch(self, counts: Sequence[int], comm: int = 0) -> None:
+        """Launches all-reduces one after another and waits for none; collect() does."""
+        for count in counts:
+            communicator, seed = self.next_call(comm)
+            part = Launched(
+                self.device.alloc(count * ITEM),
+                self.device.alloc(count * ITEM),
+                pattern(count, seed, range(communicator.size)),
+            )
+            self.device.write(part.source, pattern(count, seed, [communicator.rank]))
+            self.launched.append(part)
+        for part in self.launched:
+            count = len(part.want) // ITEM
+            self.communicators[comm].all_reduce(part.source, part.target, count, self.device.stream)
+
+    def collect(self) -> int:
+        self.device.synchronize()
+        wrong = 0
+        while self.launched:
+            part = self.launched.pop()
+            wrong += mismatches(self.device.read(part.target, len(part.want)), part.want)
+            self.device.free(part.source)
+            self.device.free(part.target)
+        return wrong
+
+    def comm_init_all(self, devices: list[int]) -> None:
+        """One communicator with a rank on each device, all of them in this process."""
+        handles = (ctypes.c_void_p * len(devices))()
+        self.nccl.library.ncclCommInitAll.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        status = self.nccl.library.ncclCommInitAll(handles, len(devices), (ctypes.c_int * len(devices))(*devices))
+        if status:
+            raise self.nccl.error("ncclCommInitAll", status)
+        for rank, ordinal in enumerate(devices):
+            communicator = Communicator(self.nccl, ctypes.c_void_p(handles[rank]), rank, len(devices))
+            self.local.append((communicator, Device(self.device.driver, ordinal)))
+        self.device.make_current()
+
+    def allreduce_all(self, count: int = 100_000) -> int:
+        """One all-reduce over the communicators of comm_init_all."""
+        self.replays += 1
+        buffers = []
+        for communicator, device in self.local:
+            device.make_current()
+            source, target = (device.alloc(count * ITEM) for _ in range(2))
+            device.write(source, pattern(count, self.replays, [communicator.rank]))
+            buffers.append((source, target))
+        self.nccl.call("ncclGroupStart")
+        try:
+            for (communicator, device), (source, target) in zip(self.local, buffers):
+                communicator.all_reduce(source, target, count, device.stream)
+        finally:
+            self.nccl.call("ncclGroupEnd")
+        wrong = 0
+        for (communicator, device), (source, target) in zip(self.local, buffers):
+            device.make_current()
+            device.synchronize()
+            want = pattern(count, self.replays, range(communicator.size))
+            wrong += mismatches(device.read(target, len(want)), want)
+            device.free(source)
+            device.free(target)
+        self.device.make_current()
+        return wrong
+
+    def destroy_all(self) -> None:
+        while self.local:
+            self.local.pop()[0].destroy()
+
+    def used_bytes(self, device: int) -> int:
+        """As meminfo(), of any device."""
+        try:
+            return Device(self.device.driver, device).used_bytes()
+        finally:
+            self.device.make_current()
+
+    def windows_open(self, size: int, comm: int = 0) -> None:
+        """Two symmetric windows over memory of ncclMemAlloc. All ranks must call it."""
+        register = self.nccl.library.ncclCommWindowRegister
+        register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int]
+        for _ in range(2):
+            window = Window(self.nccl.mem_alloc(size), ctypes.c_void_p())
+            status = register(
+                self.communicators[comm].handle, window.pointer, size, ctypes.byref(window.handle), 1
+            )
+            if status:
+                raise self.nccl.error("ncclCommWindowRegister", status)
+            self.windows.append(window)
+
+    def windows_allgather(self, count: int, comm: int = 0) -> int:
+        """An all-gather from one window to the other: kernels reach the peers' windows directly."""
+        communicator, seed = self.next_call(comm)
+        source, target = (window.pointer for window in self.windows)
+        self.device.write(source, pattern(count, seed, [communicator.rank]))
+        communicator.all_gather(source, target, count, self.device.stream)
+        self.device.synchronize()
+        want = b"".join(pattern(count, seed, [rank]) for rank in range(communicator.size))
+        return mismatches(self.device.read(target, len(want)), want)
+
+    def windows_close(self, comm: int = 0) -> None:
+        deregister = self.nccl.library.ncclCommWindowDeregister
+        deregister.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        while self.windows:
+            window = self.windows.pop()
+            status = deregister(self.communicators[comm].handle, window.handle)
+            if status:
+                raise self.nccl.error("ncclCommWindowDeregister", status)
+            self.nccl.mem_free(window.pointer)
+
+    def verify_memory(self, comm: int = 0) -> None:
+        """Ends this process when a byte of the communicator's metadata is wrong. Simulator only."""
+        verify = self.nccl.library.ncclStandinVerify
+        verify.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        status = verify(self.communicators[comm].handle, self.device.stream)
+        if status:
+            raise self.nccl.error("ncclStandinVerify", status)
+        self.device.synchronize()
+
+    def fault(self, function: str, number: int = 1, result: int = 999) -> None:
+        """The driver's function fails at its number-th call from now. Simulator only."""
+        if self.device.driver.library.cuSimSetFault(function.encode(), number, result):
+            raise ValueError(function)
+
+    def forked(self, command: str) -> Any:
+        """A command's answer in a child of fork()."""
+        answers, child_answers = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(child_answers, json.dumps(self.perform(command, {})).encode())
+            os._exit(0)
+        os.close(child_answers)
+        with os.fdopen(answers) as stream:
+            answer = stream.read()
+        os.waitpid(child, 0)
+        return json.loads(answer)
 
     def capture(self, count: int = 10_000) -> None:
         """Captures one graph with an all-reduce on each communicator."""

@@ -36,6 +36,12 @@ ncclResult_t fail(ncclResult_t result, const char *format, ...) {
     return result;
 }
 
+ncclResult_t cuda_failure(const char *call, CUresult error) {
+    const char *text = NULL;
+    if (driver.cuGetErrorString == NULL || driver.cuGetErrorString(error, &text) != CUDA_SUCCESS) text = "unknown";
+    return fail(ncclUnhandledCudaError, "%s: CUDA error %d '%s'", call, error, text);
+}
+
 const char *ncclGetLastError(ncclComm_t comm) {
     static _Thread_local char copy[sizeof last_error];
     (void)comm;

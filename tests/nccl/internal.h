@@ -33,13 +33,16 @@ enum {
 #define CU(call)                                                                                                     \
     do {                                                                                                             \
         CUresult cu_result = driver.call;                                                                            \
-        if (cu_result != CUDA_SUCCESS) return fail(ncclUnhandledCudaError, "%s: CUDA error %d", #call, cu_result);   \
+        if (cu_result != CUDA_SUCCESS) return cuda_failure(#call, cu_result);                                        \
     } while (0)
 
 /* Records the text for ncclGetLastError and returns result. Any thread. */
 ncclResult_t fail(ncclResult_t result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* ---- driver.c: how the driver is reached ---- */
+
+/* As NCCL's check of a driver call does: the text is the driver's. Any thread. */
+ncclResult_t cuda_failure(const char *call, CUresult error);
 
 /*
  * Name, version as the CUDA runtime asks for it, whether the stand-in can't do

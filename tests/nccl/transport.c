@@ -194,9 +194,7 @@ ncclResult_t transport_import(struct ncclComm *comm, int owner, uint64_t handle,
     CUresult result = driver.cuMemImportFromShareableHandle(&imported, (void *)(uintptr_t)fd,
                                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     close(fd);
-    if (result != CUDA_SUCCESS) {
-        return fail(ncclUnhandledCudaError, "import of a buffer of rank %d: CUDA error %d", owner, result);
-    }
+    if (result != CUDA_SUCCESS) return cuda_failure("import of a peer's buffer", result);
     if (host) return mem_host_map(ptr, imported, size);
     CU(cuMemAddressReserve(ptr, size, 0, 0, 0));
     CU(cuMemMap(*ptr, size, 0, imported, 0));
