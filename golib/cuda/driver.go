@@ -355,8 +355,10 @@ func (d *Driver) SetAccess(p Ptr, size uint64, access []Access) error {
 // ExportFD makes a file descriptor, the caller's to close, of an allocation.
 func (d *Driver) ExportFD(h Handle) (int, error) {
 	var fd C.int
-	err := d.ExportTo(unsafe.Pointer(&fd), h, FileDescriptor, 0)
-	return int(fd), err
+	if err := d.ExportTo(unsafe.Pointer(&fd), h, FileDescriptor, 0); err != nil {
+		return -1, err
+	}
+	return int(fd), nil
 }
 
 // ExportTo writes a shareable handle of the given type to where the caller of

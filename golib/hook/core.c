@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -34,6 +35,8 @@ static amem_status load(void) {
         snprintf(status_text, sizeof status_text, "libamem_hook.so can't tell where it lies");
         return AMEM_ERROR_CORE;
     }
+    /* Before its threads start: a child that is forked meanwhile must not wait for them. */
+    pthread_atfork(NULL, NULL, in_child);
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (!library) {
         snprintf(status_text, sizeof status_text, "amem's core can't be loaded: %.600s; install amem again", dlerror());
@@ -45,7 +48,6 @@ static amem_status load(void) {
         snprintf(status_text, sizeof status_text, "%.600s is not amem's core; install amem again", path);
         return AMEM_ERROR_CORE;
     }
-    pthread_atfork(NULL, NULL, in_child);
     struct amem_host host = {.abi = AMEM_CORE_ABI, .version = AMEM_VERSION, .config = config, .guard = &driver_guard};
     amem_status result = (amem_status)init(&host, &core, status_text);
     if (result == AMEM_OK && (core.abi != AMEM_CORE_ABI || strcmp(core.version, AMEM_VERSION))) {
@@ -57,8 +59,27 @@ static amem_status load(void) {
     return result;
 }
 
+/*
+ * Loads the core as a guest. Its threads start with this thread's mask, and a
+ * signal to the program is for the program's own threads: a handler that does
+ * not ask for a stack of its own would run on one of Go's small ones. The
+ * Go runtime takes two signals that nothing in the core sends or needs.
+ */
+static amem_status load_as_guest(void) {
+    static const int taken[] = {SIGPIPE, SIGURG};
+    struct sigaction before[sizeof taken / sizeof *taken];
+    sigset_t every, mask;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &mask);
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) sigaction(taken[i], NULL, &before[i]);
+    amem_status result = load();
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) sigaction(taken[i], &before[i], NULL);
+    pthread_sigmask(SIG_SETMASK, &mask, NULL);
+    return result;
+}
+
 static void load_once(void) {
-    status = load();
+    status = load_as_guest();
     if (status == AMEM_OK)
         loaded = &core;
     else

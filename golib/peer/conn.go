@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -38,6 +39,7 @@ type message struct {
 	From       Identity `json:",omitzero"`
 	Watch      bool     `json:",omitempty"`
 	Blocks     []uint64 `json:",omitempty"`
+	Number     uint64   `json:",omitempty"` // of a fetch or drop, in the order in which the sender made them
 	Pause      uint64   `json:",omitempty"`
 	Ready      uint64   `json:",omitempty"`
 	Generation uint64   `json:",omitempty"`
@@ -108,13 +110,40 @@ func (c conn) receive(ctx context.Context) (message, []int, error) {
 	if err := c.SetReadDeadline(deadline(ctx)); err != nil {
 		return message{}, nil, err
 	}
-	body := make([]byte, maxMessage)
-	control := make([]byte, unix.CmsgSpace(maxFDs*4))
-	n, controlLen, flags, _, err := c.ReadMsgUnix(body, control)
-	fds, parseErr := descriptors(control[:controlLen])
-	if err == nil {
-		err = parseErr
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return message{}, nil, err
 	}
+	var m message
+	var fds []int
+	var readErr error
+	err = raw.Read(func(fd uintptr) bool {
+		// A buffer for this call only: most connections wait for a message for ever.
+		b := buffers.Get().(*buffer)
+		defer buffers.Put(b)
+		m, fds, readErr = b.receive(int(fd))
+		return !errors.Is(readErr, unix.EAGAIN)
+	})
+	if err == nil {
+		err = readErr
+	}
+	return m, fds, err
+}
+
+// buffer holds one packet.
+type buffer struct{ body, control []byte }
+
+var buffers = sync.Pool{New: func() any {
+	return &buffer{make([]byte, maxMessage), make([]byte, unix.CmsgSpace(maxFDs*4))}
+}}
+
+// receive reads the next packet of a socket that does not block.
+func (b *buffer) receive(socket int) (message, []int, error) {
+	n, controlLen, flags, _, err := unix.Recvmsg(socket, b.body, b.control, unix.MSG_CMSG_CLOEXEC)
+	if err != nil {
+		return message{}, nil, err
+	}
+	fds, err := descriptors(b.control[:controlLen])
 	if err == nil && n == 0 {
 		err = io.EOF
 	}
@@ -123,7 +152,7 @@ func (c conn) receive(ctx context.Context) (message, []int, error) {
 	}
 	var m message
 	if err == nil {
-		err = json.Unmarshal(body[:n], &m)
+		err = json.Unmarshal(b.body[:n], &m)
 	}
 	if err != nil {
 		closeAll(fds)

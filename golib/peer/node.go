@@ -17,6 +17,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -72,11 +73,19 @@ type Handler interface {
 // ErrGone says that the owner has freed the block, or is gone itself.
 var ErrGone = errors.New("the memory's owner has freed it or has ended")
 
+// ErrBroken says that a process broke the connection off: it has ended, or is ending.
+var ErrBroken = errors.New("the connection broke off")
+
+// maxIdle is how many connections to a peer are kept for the next requests.
+const maxIdle = 2
+
 // link is what is known of one other process.
 type link struct {
 	who     Identity
-	imports map[uint64]bool // blocks of theirs that we map
-	exports map[uint64]bool // blocks of ours that they map
+	imports map[uint64]uint64 // blocks of theirs that we map: the number of our last fetch
+	exports map[uint64]bool   // blocks of ours that they map
+	told    map[uint64]uint64 // for blocks of ours, the number of their last fetch or drop
+	known   bool              // they have said how far they are
 	gone    bool
 
 	stops      uint64 // the last pause that they started
@@ -96,6 +105,8 @@ type Node struct {
 	handler  Handler
 	timeout  time.Duration
 	listener *net.UnixListener
+	closed   context.Context // ends with Close
+	end      context.CancelFunc
 
 	mu         sync.Mutex
 	self       Identity
@@ -103,6 +114,7 @@ type Node struct {
 	stops      uint64 // the last pause that we started
 	readies    uint64 // the last pause that we ended or retracted
 	generation uint64
+	requests   uint64        // numbers fetches and drops: a drop must not overtake, or undo, a later fetch
 	changed    chan struct{} // closed, and replaced, when anything above changes
 }
 
@@ -118,6 +130,7 @@ func Listen(group int, handler Handler, timeout time.Duration) (*Node, error) {
 		return nil, fmt.Errorf("listen for peers: %w", err)
 	}
 	n.listener = listener
+	n.closed, n.end = context.WithCancel(context.Background())
 	go n.accept()
 	return n, nil
 }
@@ -125,6 +138,7 @@ func Listen(group int, handler Handler, timeout time.Duration) (*Node, error) {
 // Close stops serving; connections to peers end.
 func (n *Node) Close() {
 	_ = n.listener.Close()
+	n.end()
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for _, l := range n.links {
@@ -133,6 +147,11 @@ func (n *Node) Close() {
 		}
 		l.idle = nil
 	}
+}
+
+// closes makes Close end the connection, until the returned function is called.
+func (n *Node) closes(c conn) (stop func() bool) {
+	return context.AfterFunc(n.closed, func() { _ = c.Close() })
 }
 
 // Self answers this process's identity.
@@ -166,7 +185,7 @@ func (n *Node) update(f func()) {
 func (n *Node) link(who Identity) *link {
 	l := n.links[who.ID]
 	if l == nil {
-		l = &link{who: who, imports: map[uint64]bool{}, exports: map[uint64]bool{}}
+		l = &link{who: who, imports: map[uint64]uint64{}, exports: map[uint64]bool{}, told: map[uint64]uint64{}}
 		n.links[who.ID] = l
 	}
 	return l
@@ -174,24 +193,37 @@ func (n *Node) link(who Identity) *link {
 
 // learn notes how far a process is, as its hello says.
 func (l *link) learn(m message) {
+	if !l.known { // what they paused before we met has to be over before we use their memory
+		l.known, l.met = true, m.Pause
+	}
 	l.stops = max(l.stops, m.Pause)
 	l.readies = max(l.readies, m.Ready)
 	l.generation = max(l.generation, m.Generation)
 }
 
 func (n *Node) hello(watch bool) message {
+	return n.progress(message{Kind: kindHello, Version: protocolVersion, From: n.Self(), Watch: watch})
+}
+
+// progress adds how far this process is.
+func (n *Node) progress(m message) message {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return message{Kind: kindHello, Version: protocolVersion, From: n.self, Watch: watch,
-		Pause: n.stops, Ready: n.readies, Generation: n.generation}
+	m.Pause, m.Ready, m.Generation = n.stops, n.readies, n.generation
+	return m
 }
 
 // dial connects to a process and exchanges hellos with it.
 func (n *Node) dial(ctx context.Context, who Identity, watch bool) (conn, error) {
 	var dialer net.Dialer
 	raw, err := dialer.DialContext(ctx, "unixpacket", who.socket().Name)
+	for errors.Is(err, unix.EAGAIN) && ctx.Err() == nil { // it has not accepted those before us yet
+		time.Sleep(10 * time.Millisecond)
+		raw, err = dialer.DialContext(ctx, "unixpacket", who.socket().Name)
+	}
 	if err != nil {
 		if errors.Is(err, unix.ECONNREFUSED) {
+			n.lost(who) // nobody has its name, and nobody will again
 			return conn{}, fmt.Errorf("%s: %w", who, ErrGone)
 		}
 		return conn{}, fmt.Errorf("connect to %s: %w", who, err)
@@ -203,10 +235,38 @@ func (n *Node) dial(ctx context.Context, who Identity, watch bool) (conn, error)
 	}
 	if err != nil {
 		_ = c.Close()
-		return conn{}, fmt.Errorf("connect to %s: %w", who, err)
+		return conn{}, fmt.Errorf("connect to %s: %w", who, broken(err))
 	}
 	n.update(func() { n.link(reply.From).learn(reply) })
 	return c, nil
+}
+
+// broken marks an error that comes of the other end's being closed.
+func broken(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE) {
+		return fmt.Errorf("%w: %w", ErrBroken, err)
+	}
+	return err
+}
+
+// ended tells whether a process that broke a connection off has ended: then
+// nobody listens any more, which may be some time after the first connection
+// is closed.
+func (n *Node) ended(ctx context.Context, who Identity) bool {
+	for {
+		c, err := n.dial(ctx, who, false)
+		if err == nil {
+			_ = c.Close()
+		}
+		if !errors.Is(err, ErrBroken) {
+			return errors.Is(err, ErrGone)
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-ctx.Done():
+			return false
+		}
+	}
 }
 
 func (n *Node) introduce(ctx context.Context, c conn, watch bool) (message, error) {
@@ -244,6 +304,7 @@ func (n *Node) watch(ctx context.Context, who Identity) error {
 		return err
 	}
 	go func() {
+		defer n.closes(c)()
 		_, fds, _ := c.receive(context.Background()) // nothing is ever sent here: it returns at the end
 		closeAll(fds)
 		_ = c.Close()
@@ -257,7 +318,7 @@ func (n *Node) lost(who Identity) {
 	n.update(func() {
 		l := n.link(who)
 		l.gone = true
-		l.exports = map[uint64]bool{}
+		l.exports, l.told = map[uint64]bool{}, map[uint64]uint64{}
 		for _, c := range l.idle {
 			_ = c.Close()
 		}
@@ -268,6 +329,17 @@ func (n *Node) lost(who Identity) {
 
 // request sends one message to a process and returns its answer.
 func (n *Node) request(ctx context.Context, who Identity, m message) (message, []int, error) {
+	reply, fds, err := n.ask(ctx, who, m)
+	if errors.Is(err, ErrBroken) && n.ended(ctx, who) {
+		err = fmt.Errorf("%s: %w", who, ErrGone)
+	}
+	if errors.Is(err, ErrGone) && !n.Gone(who) {
+		n.lost(who)
+	}
+	return reply, fds, err
+}
+
+func (n *Node) ask(ctx context.Context, who Identity, m message) (message, []int, error) {
 	n.mu.Lock()
 	l := n.link(who)
 	var c conn
@@ -288,11 +360,20 @@ func (n *Node) request(ctx context.Context, who Identity, m message) (message, [
 	reply, fds, err := n.exchange(ctx, c, m)
 	if err != nil {
 		_ = c.Close()
-		return message{}, nil, fmt.Errorf("%s: %s: %w", who, m.Kind, err)
+		if ctx.Err() != nil || errors.Is(err, os.ErrDeadlineExceeded) {
+			err = &TimeoutError{For: []Identity{who}}
+		}
+		return message{}, nil, fmt.Errorf("%s: %s: %w", who, m.Kind, broken(err))
 	}
 	n.mu.Lock()
-	l.idle = append(l.idle, c)
+	keep := !l.gone && len(l.idle) < maxIdle
+	if keep {
+		l.idle = append(l.idle, c)
+	}
 	n.mu.Unlock()
+	if !keep {
+		_ = c.Close()
+	}
 	if reply.Kind != m.Kind {
 		closeAll(fds)
 		return message{}, nil, fmt.Errorf("%s: %s: %s", who, m.Kind, reply.Error)
@@ -314,10 +395,37 @@ func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]in
 	if err := n.watch(ctx, owner); err != nil {
 		return nil, 0, err
 	}
+	var number uint64
+	var fresh []uint64
+	n.update(func() { // counted first: a pause that starts now must wait for the owner too
+		n.requests++
+		number = n.requests
+		l := n.link(owner)
+		for _, b := range blocks {
+			if l.imports[b] == 0 {
+				fresh = append(fresh, b)
+			}
+			l.imports[b] = number
+		}
+	})
+	fds, generation, err := n.fetch(ctx, owner, blocks, number)
+	if err != nil {
+		n.update(func() {
+			for _, b := range fresh {
+				if l := n.link(owner); l.imports[b] == number {
+					delete(l.imports, b)
+				}
+			}
+		})
+	}
+	return fds, generation, err
+}
+
+func (n *Node) fetch(ctx context.Context, owner Identity, blocks []uint64, number uint64) ([]int, uint64, error) {
 	var fds []int
 	var generation uint64
 	for batch := range slices.Chunk(blocks, maxFDs) {
-		reply, got, err := n.request(ctx, owner, message{Kind: kindFetch, Blocks: batch})
+		reply, got, err := n.request(ctx, owner, message{Kind: kindFetch, Blocks: batch, Number: number})
 		if err == nil && len(got) != len(batch) {
 			closeAll(got)
 			err = fmt.Errorf("%s: %w", owner, ErrGone)
@@ -326,25 +434,26 @@ func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]in
 			closeAll(fds)
 			return nil, 0, err
 		}
-		fds = append(fds, got...)
-		generation = reply.Generation
-	}
-	n.update(func() {
-		l := n.link(owner)
-		for _, b := range blocks {
-			l.imports[b] = true
+		if len(fds) == 0 { // the oldest: one that is too new would hide that the memory was replaced
+			generation = reply.Generation
 		}
-	})
+		fds = append(fds, got...)
+	}
 	return fds, generation, nil
 }
 
 // Drop tells the owner that this process no longer maps its block.
 func (n *Node) Drop(owner Identity, block uint64) {
-	n.update(func() { delete(n.link(owner).imports, block) })
+	var number uint64
+	n.update(func() {
+		n.requests++
+		number = n.requests
+		delete(n.link(owner).imports, block)
+	})
 	go func() {
 		ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
 		defer cancel()
-		if _, _, err := n.request(ctx, owner, message{Kind: kindDrop, Blocks: []uint64{block}}); err != nil && !errors.Is(err, ErrGone) {
+		if _, _, err := n.request(ctx, owner, message{Kind: kindDrop, Blocks: []uint64{block}, Number: number}); err != nil && !errors.Is(err, ErrGone) {
 			slog.Debug("drop", "owner", owner.String(), "error", err)
 		}
 	}()
@@ -355,6 +464,7 @@ func (n *Node) Freed(block uint64) {
 	n.update(func() {
 		for _, l := range n.links {
 			delete(l.exports, block)
+			delete(l.told, block)
 		}
 	})
 }

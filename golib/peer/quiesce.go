@@ -32,6 +32,8 @@ func (n *Node) neighbours() []*link {
 }
 
 // tell sends a message to all neighbours at once, and hands each answer to got.
+// Each answer says how far the neighbour is: what it has told us itself may
+// have been lost when its own deadline passed.
 func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply message, err error)) {
 	n.mu.Lock()
 	var who []Identity
@@ -46,6 +48,9 @@ func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply
 			defer wg.Done()
 			reply, fds, err := n.request(ctx, w, m)
 			closeAll(fds)
+			if err == nil {
+				n.update(func() { n.link(w).learn(reply) })
+			}
 			got(w, reply, err)
 		}()
 	}
@@ -62,8 +67,9 @@ func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
 		n.stops++
 		pause = n.stops
 		for _, l := range n.links {
-			if !l.stopped() {
-				l.met = l.stops // an earlier pause of theirs says nothing about this one
+			l.met = l.stops // an earlier pause of theirs says nothing about this one
+			if l.stopped() {
+				l.met-- // but the one that they are in does
 			}
 		}
 	})
@@ -130,7 +136,11 @@ func (n *Node) retract(pause uint64) []Identity {
 			return
 		}
 		n.mu.Lock()
-		stopped := n.link(who).stopped()
+		l := n.link(who)
+		stopped := l.stopped()
+		if stopped {
+			l.met = l.stops // it has to be over before we use their memory again
+		}
 		n.mu.Unlock()
 		mu.Lock()
 		defer mu.Unlock()
@@ -160,7 +170,8 @@ func (n *Node) WaitReady(ctx context.Context) error {
 	return n.wait(ctx, func() []Identity {
 		var list []Identity
 		for _, l := range n.neighbours() {
-			if len(l.imports) > 0 && l.stopped() {
+			// Not whether it has stopped: it may have begun its next pause already, and wait for us.
+			if len(l.imports) > 0 && l.readies < l.met {
 				list = append(list, l.who)
 			}
 		}

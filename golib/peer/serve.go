@@ -43,6 +43,7 @@ func (n *Node) accept() {
 // serve answers one connection until it ends.
 func (n *Node) serve(c conn) {
 	defer c.Close()
+	defer n.closes(c)()
 	defer func() {
 		// A fault in answering one peer must not take the host process down.
 		if r := recover(); r != nil {
@@ -67,18 +68,26 @@ func (n *Node) serve(c conn) {
 		if err != nil {
 			return
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
-		reply, out, err := n.answer(ctx, who, m)
-		if err != nil {
-			reply = message{Kind: kindError, Error: err.Error()}
-		}
-		err = c.send(ctx, reply, out)
-		closeAll(out)
-		cancel()
+		err = n.reply(c, who, m)
 		if err != nil {
 			return
 		}
 	}
+}
+
+// reply answers one message.
+func (n *Node) reply(c conn, who Identity, m message) error {
+	// Longer than the peer waits, so that its own deadline passes first and its error says whom it waited for.
+	waiting, cancel := context.WithTimeout(context.Background(), 2*n.timeout)
+	defer cancel()
+	reply, fds, err := n.answer(waiting, who, m)
+	defer closeAll(fds)
+	if err != nil {
+		reply = message{Kind: kindError, Error: err.Error()}
+	}
+	sending, cancel := context.WithTimeout(context.Background(), n.timeout)
+	defer cancel()
+	return c.send(sending, reply, fds)
 }
 
 func (n *Node) greet(c conn) (who Identity, watch bool, err error) {
@@ -105,18 +114,11 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 			return reply, nil, fmt.Errorf("%d blocks asked for at once, at most %d", len(m.Blocks), maxFDs)
 		}
 		// Counted first: a pause that starts now must wait for this peer too.
-		n.update(func() {
-			for _, b := range m.Blocks {
-				n.link(who).exports[b] = true
-			}
-		})
+		var added []uint64
+		n.update(func() { added = n.link(who).take(m) })
 		fds, generation, err := n.handler.Serve(ctx, who, m.Blocks)
 		if err != nil {
-			n.update(func() {
-				for _, b := range m.Blocks {
-					delete(n.link(who).exports, b)
-				}
-			})
+			n.update(func() { n.link(who).let(added, m.Number) }) // what it mapped before, it still does
 			if errors.Is(err, ErrGone) {
 				return reply, nil, nil // fewer descriptors than blocks says so
 			}
@@ -125,14 +127,11 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		reply.Generation = generation
 		return reply, fds, nil
 	case kindDrop:
-		n.update(func() {
-			for _, b := range m.Blocks {
-				delete(n.link(who).exports, b)
-			}
-		})
+		n.update(func() { n.link(who).let(m.Blocks, m.Number) })
 	case kindStopped:
 		n.update(func() { l := n.link(who); l.stops = max(l.stops, m.Pause) })
 		n.handler.PeerChanged()
+		return n.progress(reply), nil, nil
 	case kindRetract:
 		n.update(func() {
 			l := n.link(who)
@@ -141,6 +140,7 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 			l.readies = max(l.readies, m.Pause)
 		})
 		n.handler.PeerChanged()
+		return n.progress(reply), nil, nil
 	case kindReady:
 		n.update(func() {
 			l := n.link(who)
@@ -148,8 +148,35 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 			l.generation = max(l.generation, m.Generation)
 		})
 		n.handler.PeerChanged()
+		return n.progress(reply), nil, nil
 	default:
 		return reply, nil, fmt.Errorf("unknown message %q", m.Kind)
 	}
 	return reply, nil, nil
+}
+
+// take counts the blocks of a fetch among those that the peer maps, unless it
+// has dropped them since it asked. It answers which were not counted before.
+func (l *link) take(m message) (added []uint64) {
+	for _, b := range m.Blocks {
+		if m.Number < l.told[b] {
+			continue
+		}
+		l.told[b] = m.Number
+		if !l.exports[b] {
+			l.exports[b] = true
+			added = append(added, b)
+		}
+	}
+	return added
+}
+
+// let no longer counts the blocks, unless the peer has fetched them since.
+func (l *link) let(blocks []uint64, number uint64) {
+	for _, b := range blocks {
+		if number >= l.told[b] {
+			l.told[b] = number
+			delete(l.exports, b)
+		}
+	}
 }

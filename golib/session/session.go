@@ -221,7 +221,9 @@ func (s *Session) Pause(tags string) error {
 		slog.Warn("pause: NCCL has no memory in this process: nothing to do")
 		return nil
 	}
+	s.mu.Lock() // so that a PeerChanged that began before can't open it again
 	s.options.SetGuard(Closed)
+	s.mu.Unlock()
 	report, err := s.pause(ctx)
 	if err != nil {
 		return fmt.Errorf("pause: %w", err)

@@ -1,6 +1,7 @@
 /* What happens around each driver function: counts, faults, delays, the log. */
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -72,7 +73,10 @@ bool sim_call_begin(struct sim_call *call)
         delay(us);
     if (fault_is_due(function)) {
         call->result = atomic_load(&function->fault_result);
-        return false;
+        if (call->result > 0)
+            return false;
+        raise(-call->result);
+        call->result = CUDA_SUCCESS;
     }
     if (function->needs == NEEDS_NOTHING)
         return true;

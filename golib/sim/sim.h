@@ -39,7 +39,11 @@ CUresult cuSimFunctionCreate(CUfunction *function, cuSimKernel kernel, int npara
  */
 void cuSimCheckAccess(CUdevice dev, CUdeviceptr ptr, size_t size, int write);
 
-/* The n-th call of the named function from now (1: the next) fails with result; n = 0 clears. */
+/*
+ * The n-th call of the named function from now (1: the next) fails with
+ * result; n = 0 clears. Where result is negative, the call sends the process
+ * the signal -result instead, and goes on if that returns.
+ */
 CUresult cuSimSetFault(const char *function, unsigned n, CUresult result);
 
 /* How often the named function was called in this process since cuInit. */

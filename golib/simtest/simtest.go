@@ -19,8 +19,8 @@ static const char *amem_test_open(const char *path) {
 
 #define AMEM_TEST_CALL(symbol, params, args)                          \
     do {                                                              \
-        CUresult(*function) params = dlsym(library, symbol);          \
-        return function ? function args : CUDA_ERROR_NOT_FOUND;       \
+        CUresult(*called) params = dlsym(library, symbol);            \
+        return called ? called args : CUDA_ERROR_NOT_FOUND;           \
     } while (0)
 
 static CUresult amem_test_init(void) { AMEM_TEST_CALL("cuInit", (unsigned), (0)); }
@@ -65,6 +65,7 @@ import "C"
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -229,12 +230,11 @@ func Bytes(p cuda.Ptr, size uint64) []byte {
 // Random answers bytes that only the same seed gives again.
 func Random(seed, size uint64) []byte {
 	var key [32]byte
-	for i := range 8 {
-		key[i] = byte(seed >> (8 * i))
-	}
-	b := make([]byte, size)
-	_, _ = rand.NewChaCha8(key).Read(b) // never fails
-	return b
+	binary.LittleEndian.PutUint64(key[:], seed)
+	// Repeated with a period that is no multiple of any chunk's or page's size.
+	period := make([]byte, min(size, 65521))
+	_, _ = rand.NewChaCha8(key).Read(period) // never fails
+	return bytes.Repeat(period, int(size/uint64(max(1, len(period))))+1)[:size]
 }
 
 // Fill writes Random to device memory.

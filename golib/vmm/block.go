@@ -51,6 +51,7 @@ type block struct {
 	contents   *offload.Contents // while paused
 	filling    bool              // contents are being copied in: not to be freed or carved
 	fetching   chan struct{}     // imported: closed when the first fetch has ended
+	lost       bool              // imported: the owner has freed it or has ended, and it is mapped no more
 }
 
 // mapping is an address range at which NCCL itself mapped a block.

@@ -105,15 +105,7 @@ func (s *Space) place(h *handle, carve bool) error {
 		if err != nil {
 			return err
 		}
-		b, err := s.newBlock(c, roundUp(h.size, granularity), false)
-		if err != nil {
-			return err
-		}
-		s.mu.Lock()
-		h.block = b
-		b.addHandle(h)
-		s.mu.Unlock()
-		return nil
+		return s.newBlock(c, roundUp(h.size, granularity), false, h)
 	}
 	for {
 		s.mu.Lock()
@@ -133,14 +125,12 @@ func (s *Space) place(h *handle, carve bool) error {
 		s.growing[c] = done
 		next := slabSize(c, s.held(c), size)
 		s.mu.Unlock()
-		_, err := s.newBlock(c, next, true)
+		err := s.newBlock(c, next, true, h)
 		s.mu.Lock()
 		delete(s.growing, c)
 		s.mu.Unlock()
 		close(done)
-		if err != nil {
-			return err
-		}
+		return err
 	}
 }
 
@@ -463,6 +453,7 @@ func (s *Space) endUnused(h *handle) error {
 	}
 	if b.owner != nil {
 		delete(s.imports, importKey{b.owner.ID, b.id})
+		s.peers.Drop(*b.owner, b.id) // before another thread can fetch it again
 	} else {
 		delete(s.blocks, b.id)
 		s.slabs[b.class] = slices.DeleteFunc(s.slabs[b.class], func(other *block) bool { return other == b })

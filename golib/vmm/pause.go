@@ -266,7 +266,16 @@ func (s *Space) attached() []*block {
 // putBack restores blocks whose contents are in the arena, up to the copies,
 // which it only starts: see Fill.
 func (s *Space) putBack(blocks []*block) error {
+	if len(blocks) == 0 {
+		return nil
+	}
+	s.mu.Lock()
+	s.generation++ // importers are to fetch the new memory
+	s.mu.Unlock()
 	for i, b := range blocks {
+		if b.live { // an earlier attempt could not release it again
+			continue
+		}
 		if err := s.materialise(b); err != nil {
 			return s.needed(b.prop.Location, blocks[:i], err)
 		}
@@ -328,10 +337,9 @@ func (s *Space) Restore() (Restored, error) {
 	defer s.structure.Unlock()
 	var r Restored
 	s.mu.Lock()
-	s.generation++
 	var blocks []*block
 	for _, b := range s.blocks {
-		if !b.live {
+		if !b.live || b.contents != nil {
 			blocks = append(blocks, b)
 			r.Bytes += b.size
 			r.Copied += b.contents.Bytes()
@@ -415,8 +423,7 @@ func (s *Space) Attach(ctx context.Context, current func(owner peer.Identity) ui
 	missing := map[peer.Identity][]*block{}
 	s.mu.Lock()
 	for _, b := range s.imports {
-		stale := b.live && b.keep == "" && b.generation < current(*b.owner)
-		if b.fetching == nil && (!b.live || stale) {
+		if b.stale(current) {
 			missing[*b.owner] = append(missing[*b.owner], b)
 		}
 	}
@@ -432,12 +439,21 @@ func (s *Space) Attach(ctx context.Context, current func(owner peer.Identity) ui
 	return errors.Join(all...)
 }
 
-// Stale tells whether a peer's memory that is mapped here was replaced.
+// stale tells whether a peer's block is to be mapped again: it is not mapped,
+// or its owner has replaced the memory. mu is held.
+func (b *block) stale(current func(owner peer.Identity) uint64) bool {
+	if b.fetching != nil || b.lost {
+		return false
+	}
+	return !b.live || (b.keep == "" && b.generation < current(*b.owner))
+}
+
+// Stale tells whether any peer's memory is to be mapped again.
 func (s *Space) Stale(current func(owner peer.Identity) uint64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range s.imports {
-		if b.live && b.keep == "" && b.fetching == nil && b.generation < current(*b.owner) {
+		if b.stale(current) {
 			return true
 		}
 	}
@@ -472,35 +488,50 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 	if errors.Is(err, peer.ErrGone) {
 		// NCCL frees it too, as soon as it learns of it; until then its
 		// addresses stay reserved.
-		slog.Debug("peer's memory is gone", "peer", owner.String(), "block", ids[0])
+		level := slog.LevelDebug
+		if s.peers.Gone(owner) {
+			level = slog.LevelWarn
+		}
+		slog.Log(ctx, level, "peer's memory is gone", "peer", owner.String(), "block", ids[0])
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		blocks[0].lost = true
 		return nil
 	}
 	if err != nil {
 		return err
 	}
+	defer func() {
+		for _, fd := range fds {
+			_ = unix.Close(fd)
+		}
+	}()
 	s.structure.RLock()
 	defer s.structure.RUnlock()
 	return s.anyDevice(func() error {
 		var errs []error
 		for i, b := range blocks {
-			s.mu.Lock()
-			freed := s.imports[importKey{owner.ID, b.id}] != b
-			s.mu.Unlock()
-			if freed {
-				_ = unix.Close(fds[i])
-				continue
-			}
-			if b.live { // of an earlier generation
-				if err := s.evaporate(b); err != nil {
-					_ = unix.Close(fds[i])
-					errs = append(errs, err)
-					continue
-				}
-			}
-			errs = append(errs, s.attach(b, fds[i], generation))
+			errs = append(errs, s.reattach(b, fds[i], generation))
 		}
 		return errors.Join(errs...)
 	})
+}
+
+// reattach maps a peer's memory again, unless NCCL has freed it meanwhile.
+// structure is held.
+func (s *Space) reattach(b *block, fd int, generation uint64) error {
+	s.mu.Lock()
+	freed := s.imports[importKey{b.owner.ID, b.id}] != b
+	s.mu.Unlock()
+	if freed {
+		return nil
+	}
+	if b.live { // of an earlier generation
+		if err := s.evaporate(b); err != nil {
+			return err
+		}
+	}
+	return s.attach(b, fd, generation)
 }
 
 // anyDevice runs f with some device's context current.

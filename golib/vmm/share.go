@@ -115,38 +115,40 @@ func (s *Space) Serve(ctx context.Context, to peer.Identity, ids []uint64) (fds 
 		}
 	}()
 	for _, id := range ids {
-		fd, err := s.serveOne(ctx, to, id)
+		fd, of, err := s.serveOne(ctx, to, id)
 		if err != nil {
 			return fds, 0, err
 		}
+		if len(fds) == 0 { // the oldest: one that is too new would hide that the memory was replaced
+			generation = of
+		}
 		fds = append(fds, fd)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return fds, s.generation, nil
+	return fds, generation, nil
 }
 
-func (s *Space) serveOne(ctx context.Context, to peer.Identity, id uint64) (int, error) {
+func (s *Space) serveOne(ctx context.Context, to peer.Identity, id uint64) (fd int, generation uint64, err error) {
 	for {
 		s.mu.Lock()
 		b := s.blocks[id]
 		if b == nil || !b.shared {
 			s.mu.Unlock()
-			return -1, peer.ErrGone
+			return -1, 0, peer.ErrGone
 		}
 		if b.live && b.fd >= 0 {
 			defer s.mu.Unlock()
 			if to.Group != s.peers.Self().Group && b.keep == "" {
 				b.keep = KeepGroup
 			}
-			return unix.FcntlInt(uintptr(b.fd), unix.F_DUPFD_CLOEXEC, 0)
+			fd, err = unix.FcntlInt(uintptr(b.fd), unix.F_DUPFD_CLOEXEC, 0)
+			return fd, s.generation, err
 		}
 		changed := s.changed
 		s.mu.Unlock()
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return -1, errors.New("its memory is paused: resume it first")
+			return -1, 0, errors.New("its memory is paused: resume it first")
 		}
 	}
 }
@@ -245,6 +247,7 @@ func (s *Space) firstView(b *block, d descriptor) (cuda.Handle, error) {
 	if err != nil {
 		return 0, fmt.Errorf("import memory of %s: %w", b.owner, err)
 	}
+	defer unix.Close(fds[0])
 	s.structure.RLock()
 	defer s.structure.RUnlock()
 	home, err := s.driver.Reserve(b.size, 0, 0, 0)
@@ -253,8 +256,6 @@ func (s *Space) firstView(b *block, d descriptor) (cuda.Handle, error) {
 		if err = s.attach(b, fds[0], generation); err != nil {
 			err = errors.Join(err, s.driver.AddressFree(home, b.size))
 		}
-	} else {
-		_ = unix.Close(fds[0])
 	}
 	if err != nil {
 		s.peers.Drop(*b.owner, b.id)
@@ -269,11 +270,10 @@ func (s *Space) firstView(b *block, d descriptor) (cuda.Handle, error) {
 	return s.viewOf(b, d).id, nil
 }
 
-// attach imports a peer's memory from fd, which it closes, and maps it at the
-// block's home. structure is held.
+// attach imports a peer's memory from fd and maps it at the block's home.
+// structure is held.
 func (s *Space) attach(b *block, fd int, generation uint64) error {
 	phys, err := s.driver.ImportFD(fd)
-	_ = unix.Close(fd)
 	if err != nil {
 		return err
 	}

@@ -199,9 +199,9 @@ func (s *Space) Devices() []*Device {
 	return list
 }
 
-// newBlock makes an own block with physical memory at a home address.
-// structure is held.
-func (s *Space) newBlock(c class, size uint64, slab bool) (*block, error) {
+// newBlock makes an own block with physical memory at a home address, with h
+// as its first handle. structure is held.
+func (s *Space) newBlock(c class, size uint64, slab bool, h *handle) error {
 	b := &block{prop: c.prop, size: size, slab: slab, class: c, fd: -1}
 	if slab {
 		b.free = []span{{0, size}}
@@ -213,7 +213,7 @@ func (s *Space) newBlock(c class, size uint64, slab bool) (*block, error) {
 		if b.home != 0 {
 			err = errors.Join(err, s.driver.AddressFree(b.home, b.size))
 		}
-		return nil, err
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -222,9 +222,12 @@ func (s *Space) newBlock(c class, size uint64, slab bool) (*block, error) {
 	s.blocks[b.id] = b
 	if slab {
 		s.slabs[c] = append(s.slabs[c], b)
+		h.off, _ = b.carve(roundUp(h.size, c.unit()))
 	}
+	h.block = b
+	b.addHandle(h)
 	s.addRange(addressRange{at: b.home, size: b.size, block: b})
-	return b, nil
+	return nil
 }
 
 // discard ends a block that no handle uses: its memory goes back to the
@@ -239,9 +242,7 @@ func (s *Space) discard(b *block) error {
 			errs = append(errs, fmt.Errorf("free %d bytes of addresses: %w", b.size, err))
 		}
 	}
-	if b.owner != nil {
-		s.peers.Drop(*b.owner, b.id)
-	} else {
+	if b.owner == nil {
 		s.peers.Freed(b.id)
 	}
 	return errors.Join(errs...)

@@ -136,6 +136,7 @@ class Agent(Rank):
 
     def launch(self, counts: Sequence[int], comm: int = 0) -> None:
         """Launches all-reduces one after another and waits for none; collect() does."""
+        parts = []
         for count in counts:
             communicator, seed = self.next_call(comm)
             part = Launched(
@@ -144,10 +145,12 @@ class Agent(Rank):
                 pattern(count, seed, range(communicator.size)),
             )
             self.device.write(part.source, pattern(count, seed, [communicator.rank]))
-            self.launched.append(part)
-        for part in self.launched:
+            parts.append(part)
+        # Writing waits for the stream, so all launches come after all writes.
+        for part in parts:
             count = len(part.want) // ITEM
             self.communicators[comm].all_reduce(part.source, part.target, count, self.device.stream)
+            self.launched.append(part)
 
     def collect(self) -> int:
         self.device.synchronize()
@@ -214,9 +217,7 @@ class Agent(Rank):
         register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int]
         for _ in range(2):
             window = Window(self.nccl.mem_alloc(size), ctypes.c_void_p())
-            status = register(
-                self.communicators[comm].handle, window.pointer, size, ctypes.byref(window.handle), 1
-            )
+            status = register(self.communicators[comm].handle, window.pointer, size, ctypes.byref(window.handle), 1)
             if status:
                 raise self.nccl.error("ncclCommWindowRegister", status)
             self.windows.append(window)
@@ -255,12 +256,12 @@ class Agent(Rank):
         if self.device.driver.library.cuSimSetFault(function.encode(), number, result):
             raise ValueError(function)
 
-    def forked(self, command: str) -> Any:
+    def forked(self, verb: str) -> Any:
         """A command's answer in a child of fork()."""
         answers, child_answers = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(child_answers, json.dumps(self.perform(command, {})).encode())
+            os.write(child_answers, json.dumps(self.perform(verb, {})).encode())
             os._exit(0)
         os.close(child_answers)
         with os.fdopen(answers) as stream:

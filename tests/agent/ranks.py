@@ -70,6 +70,10 @@ class Ranks(_ranks.Ranks):
             timeout=timeout,
         )
 
+    def __enter__(self) -> Ranks:
+        super().__enter__()
+        return self
+
     def split(self, comm: int, colors: Sequence[int]) -> list[Any]:
         """Splits a communicator of all ranks; each one's number of its part."""
         per_rank = [

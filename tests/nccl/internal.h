@@ -150,6 +150,8 @@ ncclResult_t driver_init(void);
 /* ---- memory.c: NCCL's order of the driver's calls ---- */
 
 ncclResult_t mem_alloc(CUdeviceptr *ptr, CUmemGenericAllocationHandle *handle, size_t size);
+/* The same, for what a NIC is to register. */
+ncclResult_t mem_alloc_network(CUdeviceptr *ptr, size_t size);
 ncclResult_t mem_alloc_zeroed(CUdeviceptr *ptr, size_t size);
 ncclResult_t mem_free(CUdeviceptr ptr);
 /* Maps a handle of this process a second time, for the current device. */

@@ -20,7 +20,13 @@ ncclResult_t mem_allow(CUdeviceptr ptr, size_t size, CUdevice dev) {
     return ncclSuccess;
 }
 
-ncclResult_t mem_alloc(CUdeviceptr *ptr, CUmemGenericAllocationHandle *handle_out, size_t size) {
+/*
+ * Inlined into each caller, as NCCL's allocator is into each transport: amem
+ * tells the network's buffers from others by where cuMemCreate is called.
+ */
+static inline __attribute__((always_inline)) ncclResult_t allocate(CUdeviceptr *ptr,
+                                                                   CUmemGenericAllocationHandle *handle_out,
+                                                                   size_t size) {
     if (!options.cumem) {
         CU(cuMemAlloc(ptr, size));
         return ncclSuccess;
@@ -43,6 +49,12 @@ ncclResult_t mem_alloc(CUdeviceptr *ptr, CUmemGenericAllocationHandle *handle_ou
     if (handle_out != NULL) *handle_out = handle;
     return ncclSuccess;
 }
+
+ncclResult_t mem_alloc(CUdeviceptr *ptr, CUmemGenericAllocationHandle *handle_out, size_t size) {
+    return allocate(ptr, handle_out, size);
+}
+
+ncclResult_t mem_alloc_network(CUdeviceptr *ptr, size_t size) { return allocate(ptr, NULL, size); }
 
 ncclResult_t mem_free(CUdeviceptr ptr) {
     if (ptr == 0) return ncclSuccess;

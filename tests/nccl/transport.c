@@ -96,7 +96,7 @@ ncclResult_t proxy_net_setup(struct ncclComm *comm, int index, struct reply *rep
         return fail(ncclSystemError, "NCCL_STANDIN_NET=1, but libibverbs.so.1 is not there or lacks a function");
     }
     if (options.cumem) {
-        TRY(mem_alloc(&buffer.ptr, NULL, NET_BUFFER));
+        TRY(mem_alloc_network(&buffer.ptr, NET_BUFFER));
     } else {
         CU(cuMemAlloc(&buffer.ptr, NET_BUFFER));
     }

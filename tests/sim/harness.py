@@ -18,6 +18,9 @@ sys.path.append(str(ROOT / "tests"))
 from agent.ranks import RankError, Ranks
 from amem import _library
 
+__all__ = ["LIB", "MIB", "ROOT", "SIM", "RankError", "Ranks", "environment", "failure", "kinds", "needs_libraries"]
+__all__ += ["python", "ranks", "resident", "right", "run"]
+
 MIB = 1 << 20
 
 

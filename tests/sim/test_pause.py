@@ -82,7 +82,7 @@ def test_several_communicators_some_of_a_part_of_the_ranks() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_twenty_cycles(mode: str) -> None:
-    with ranks(2, {**MODES[mode], **SMALL}) as group:
+    with ranks(2, {**MODES[mode], **SMALL, "NCCL_STANDIN_METADATA": "6"}) as group:
         group.init(ncomm=2)
         right(group, comm=0)
         right(group, comm=1)
@@ -114,7 +114,6 @@ def test_credits_that_a_peers_kernel_posts_late_are_not_lost(mode: str) -> None:
         for counts in ([1, 3000, 40_000], [200_000], [7, 7, 7], [60_000, 2]):
             group.all("launch", counts=counts)
             cycle(group)
-            group.all("launch", counts=[])
             assert group.all("collect") == [0, 0, 0]
             assert group.all("allreduce", count=counts[0]) == [0, 0, 0]
         right(group)
@@ -153,7 +152,12 @@ def test_two_devices_in_one_process(mode: str) -> None:
     with ranks(1, MODES[mode]) as group:
         group.init(ncomm=0)
         rank = group[0]
+        # Users' memory is mapped for every device that could reach it, which is no use of these devices.
+        user = rank.call("mem_alloc", size=2 * MIB)
+        assert [device["ordinal"] for device in rank.call("stats")["devices"]] == [0]
+        rank.call("free", pointer=user)
         rank.call("comm_init_all", devices=[0, 1])
+        assert [device["ordinal"] for device in rank.call("stats")["devices"]] == [0, 1]
         assert rank.call("allreduce_all", count=50_000) == 0
         used = [rank.call("used_bytes", device=device) for device in (0, 1)]
         assert min(used) > 8 * MIB

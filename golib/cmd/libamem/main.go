@@ -28,6 +28,8 @@ import (
 	"time"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	"amem/golib/cuda"
 	"amem/golib/offload"
 	"amem/golib/peer"
@@ -67,9 +69,15 @@ func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 	return C.AMEM_OK
 }
 
+// stderr is written to without os.Stderr, which ends the process when the other
+// end is closed.
+type stderr struct{}
+
+func (stderr) Write(line []byte) (int, error) { return unix.Write(2, line) }
+
 func startLog(level int) {
 	levels := []slog.Level{slog.LevelError + 1, slog.LevelError, slog.LevelWarn, slog.LevelInfo, slog.LevelDebug, slog.LevelDebug}
-	handler := slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: levels[level]})
+	handler := slog.NewTextHandler(stderr{}, &slog.HandlerOptions{Level: levels[level]})
 	slog.SetDefault(slog.New(handler).With("amem", os.Getpid()))
 }
 
@@ -287,7 +295,7 @@ func controlError(err error, text *C.char) C.int {
 		return C.AMEM_ERROR_TIMEOUT
 	case errors.As(err, &call):
 		return C.AMEM_ERROR_CUDA
-	case errors.Is(err, peer.ErrGone):
+	case errors.Is(err, peer.ErrGone), errors.Is(err, peer.ErrBroken):
 		return C.AMEM_ERROR_PEER
 	}
 	return C.AMEM_ERROR_INTERNAL
