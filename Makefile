@@ -9,6 +9,10 @@
 PYTHON ?= python3
 GO ?= go
 CC = gcc
+# Of each fuzz target, and of the soak test.
+FUZZTIME = 1m
+CYCLES = 1000
+STARTS = 60
 STATICCHECK = honnef.co/go/tools/cmd/staticcheck@v0.8.2
 
 venv := build/venv
@@ -16,7 +20,7 @@ python := $(venv)/bin/python
 pip := $(python) -m pip install --quiet --disable-pip-version-check
 export GO PYTHON
 
-.PHONY: lib help wheel install venv lint lint-go lint-py test test-go test-py demo clean
+.PHONY: lib help wheel install venv lint lint-go lint-py test test-go test-py race tsan fuzz soak demo clean
 
 # Several targets install into build/venv.
 .NOTPARALLEL:
@@ -58,6 +62,25 @@ test-go:
 
 test-py: venv
 	$(python) -m pytest -rs
+
+race: lib venv ## the tests of several processes with Go's race detector in the core
+	scripts/build_race.sh build/lib build/race/lib
+	GORACE=halt_on_error=1 AMEM_LIBRARY_DIR=$(CURDIR)/build/race/lib AMEM_SIM_LIBRARY_DIR=$(CURDIR)/build/sim \
+		$(python) -m pytest -rs --timeout 600 --ignore tests/sim/test_driver.py --ignore tests/sim/test_standin.py tests/sim
+
+tsan: lib ## ThreadSanitizer over the hook, in a program of many threads
+	$(MAKE) --silent -C tests/tsan CC="$(CC)" BUILD=$(CURDIR)/build
+
+fuzz: ## each fuzz target for FUZZTIME
+	@set -e; for package in $$($(GO) list ./golib/...); do \
+		for target in $$($(GO) test -list '^Fuzz' $$package | grep '^Fuzz'); do \
+			$(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) $$package; \
+		done; \
+	done
+
+soak: lib venv ## STARTS starts, and CYCLES cycles of pause and resume with random work and faults
+	AMEM_LIBRARY_DIR=$(CURDIR)/build/lib AMEM_SIM_LIBRARY_DIR=$(CURDIR)/build/sim \
+		$(python) tests/sim/soak.py --cycles $(CYCLES) --starts $(STARTS)
 
 demo: install ## the wheel, installed, and what it does, on a simulated GPU if there is none
 	$(python) -m amem demo

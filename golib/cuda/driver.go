@@ -15,13 +15,15 @@ package cuda
 static struct amem_driver driver;
 
 // amem_driver_load fills the table. It answers the name of the function that
-// the library lacks, or NULL.
+// the library lacks, and leaves the table as it was, or NULL.
 static const char *amem_driver_load(void *library) {
+    struct amem_driver loaded;
 #define AMEM_LOAD(name, symbol, params, args)          \
-    *(void **)&driver.name = dlsym(library, symbol);   \
-    if (!driver.name) return symbol;
+    *(void **)&loaded.name = dlsym(library, symbol);   \
+    if (!loaded.name) return symbol;
     AMEM_DRIVER_FUNCTIONS(AMEM_LOAD)
 #undef AMEM_LOAD
+    driver = loaded;
     return NULL;
 }
 

@@ -52,7 +52,7 @@ func TestErrors(t *testing.T) {
 
 func TestPropBothWays(t *testing.T) {
 	want := cuda.Prop{Type: 1, HandleTypes: 9, LocationType: 1, Location: 5, Compression: 1, RDMA: 1, Usage: 3}
-	var raw [64]byte
+	var raw [8]uint64 // aligned as C has it
 	want.ToC(unsafe.Pointer(&raw))
 	require.Equal(t, want, cuda.PropFromC(unsafe.Pointer(&raw)))
 }

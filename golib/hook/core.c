@@ -10,8 +10,8 @@
 
 static struct amem_core core;
 static _Atomic(const struct amem_core *) loaded;
-static amem_status status = AMEM_OK;
-static char status_text[AMEM_ERROR_TEXT];
+static char status_text[AMEM_ERROR_TEXT]; /* written before status is */
+static _Atomic(amem_status) status = AMEM_OK;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static atomic_bool forked;
 

@@ -2,13 +2,14 @@
 // pinned arena that grows to what is needed and is kept from one pause to the
 // next, since pinning costs far more than copying.
 //
-// An Arena is used by one goroutine at a time.
+// An Arena is used by one goroutine at a time, but for Bytes.
 package offload
 
 import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -30,6 +31,7 @@ type Arena struct {
 	driver   *cuda.Driver
 	segments []segment
 	current  int // the segment that Take takes from
+	bytes    atomic.Uint64
 }
 
 type segment struct {
@@ -52,14 +54,8 @@ func (e *HostMemoryError) Error() string {
 
 func (e *HostMemoryError) Unwrap() error { return e.Err }
 
-// Bytes answers how much host memory the arena holds.
-func (a *Arena) Bytes() uint64 {
-	var n uint64
-	for _, s := range a.segments {
-		n += uint64(len(s.memory))
-	}
-	return n
-}
+// Bytes answers how much host memory the arena holds, to any goroutine.
+func (a *Arena) Bytes() uint64 { return a.bytes.Load() }
 
 // Reset forgets all that was taken; the memory stays.
 func (a *Arena) Reset() {
@@ -85,6 +81,7 @@ func (a *Arena) Grow(total uint64) error {
 		return errors.Join(&HostMemoryError{size, fmt.Errorf("pin it: %w", err)}, unix.Munmap(memory))
 	}
 	a.segments = append(a.segments, segment{memory: memory})
+	a.bytes.Add(size)
 	return nil
 }
 

@@ -27,6 +27,8 @@ const (
 	kindHello   = "hello"   // who I am and how far I am; Watch: keep this connection until one of us ends
 	kindFetch   = "fetch"   // give me descriptors of these blocks of yours
 	kindDrop    = "drop"    // I no longer map these blocks of yours
+	kindFreed   = "freed"   // I have freed these parts of my memory: which do you use?
+	kindEnded   = "ended"   // I no longer use these parts, which you have freed
 	kindStopped = "stopped" // I started pause number Pause: none of my kernels runs
 	kindRetract = "retract" // I gave up pause number Pause; did you rely on it?
 	kindReady   = "ready"   // I ended pause number Pause: my memory has its contents
@@ -39,6 +41,7 @@ type message struct {
 	From       Identity `json:",omitzero"`
 	Watch      bool     `json:",omitempty"`
 	Blocks     []uint64 `json:",omitempty"`
+	Parts      []Part   `json:",omitempty"`
 	Number     uint64   `json:",omitempty"` // of a fetch or drop, in the order in which the sender made them
 	Pause      uint64   `json:",omitempty"`
 	Ready      uint64   `json:",omitempty"`

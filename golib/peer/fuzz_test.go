@@ -33,6 +33,14 @@ func descriptorsOpen(t testing.TB) int {
 	return len(entries)
 }
 
+// quiet waits until the connections of earlier tests have ended.
+func quiet(t testing.TB) {
+	t.Helper()
+	for last, now := -1, descriptorsOpen(t); now != last; last, now = now, descriptorsOpen(t) {
+		time.Sleep(50 * time.Millisecond)
+	}
+}
+
 // Whatever a process that connects says first and next, and whatever
 // descriptors come with it, the connection ends with it and nothing is left.
 func FuzzServe(f *testing.F) {
@@ -62,6 +70,7 @@ func FuzzServe(f *testing.F) {
 	null, err := os.Open(os.DevNull)
 	require.NoError(f, err)
 	defer null.Close()
+	quiet(f)
 	f.Fuzz(func(t *testing.T, first, second []byte, count uint8) {
 		before := descriptorsOpen(t)
 		ours, theirs := connPair(t)
@@ -101,6 +110,7 @@ func FuzzIntroduce(f *testing.F) {
 	null, err := os.Open(os.DevNull)
 	require.NoError(f, err)
 	defer null.Close()
+	quiet(f)
 	f.Fuzz(func(t *testing.T, body []byte, count uint8) {
 		before := descriptorsOpen(t)
 		ours, theirs := connPair(t)

@@ -66,6 +66,11 @@ type Handler interface {
 	// close, and the generation they belong to. It waits until the blocks have
 	// memory, or ctx ends. The peer gets ErrGone for a block that is no more.
 	Serve(ctx context.Context, to Identity, blocks []uint64) (fds []int, generation uint64, err error)
+	// Held answers which of the parts of the owner's memory, which the owner has
+	// freed, are used here. Node.Ended is to be called when they are no more.
+	Held(owner Identity, parts []Part) []Part
+	// Settled is called when no peer uses a part that Node.Settle named.
+	Settled(part Part)
 	// PeerChanged is called when a peer has paused, is ready again, or is gone.
 	PeerChanged()
 }
@@ -93,8 +98,12 @@ type link struct {
 	met        uint64 // their last pause that ours has taken into account
 	generation uint64 // of their memory, as of their last kindReady
 
+	silent bool // they did not answer when we told them of our last pause
+
 	watched bool   // a connection is kept open to learn of their end
 	idle    []conn // for requests
+
+	unsettled unsettled
 }
 
 func (l *link) neighbour() bool { return !l.gone && len(l.imports)+len(l.exports) > 0 }
@@ -111,8 +120,9 @@ type Node struct {
 	mu         sync.Mutex
 	self       Identity
 	links      map[ID]*link
-	stops      uint64 // the last pause that we started
-	readies    uint64 // the last pause that we ended or retracted
+	users      map[Part]map[ID]bool // who may use what this process has freed
+	stops      uint64               // the last pause that we started
+	readies    uint64               // the last pause that we ended or retracted
 	generation uint64
 	requests   uint64        // numbers fetches and drops: a drop must not overtake, or undo, a later fetch
 	changed    chan struct{} // closed, and replaced, when anything above changes
@@ -120,7 +130,7 @@ type Node struct {
 
 // Listen starts to serve peers. timeout bounds each answer to a peer.
 func Listen(group int, handler Handler, timeout time.Duration) (*Node, error) {
-	n := &Node{handler: handler, timeout: timeout, links: map[ID]*link{}, changed: make(chan struct{})}
+	n := &Node{handler: handler, timeout: timeout, links: map[ID]*link{}, users: map[Part]map[ID]bool{}, changed: make(chan struct{})}
 	n.self = Identity{PID: os.Getpid(), Group: group}
 	if _, err := rand.Read(n.self.ID[:]); err != nil {
 		return nil, err
@@ -202,13 +212,13 @@ func (l *link) learn(m message) {
 }
 
 func (n *Node) hello(watch bool) message {
-	return n.progress(message{Kind: kindHello, Version: protocolVersion, From: n.Self(), Watch: watch})
-}
-
-// progress adds how far this process is.
-func (n *Node) progress(m message) message {
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	return n.progress(message{Kind: kindHello, Version: protocolVersion, From: n.self, Watch: watch})
+}
+
+// progress adds how far this process is. n.mu is held.
+func (n *Node) progress(m message) message {
 	m.Pause, m.Ready, m.Generation = n.stops, n.readies, n.generation
 	return m
 }

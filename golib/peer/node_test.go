@@ -33,6 +33,8 @@ type memory struct {
 	changes    int
 	wait       bool // until the context ends
 	panics     bool
+	held       map[Part]bool // parts of others' memory that are in use here
+	settled    []Part
 }
 
 func (m *memory) Serve(ctx context.Context, _ Identity, blocks []uint64) ([]int, uint64, error) {
@@ -60,6 +62,18 @@ func (m *memory) Serve(ctx context.Context, _ Identity, blocks []uint64) ([]int,
 		fds = append(fds, fd)
 	}
 	return fds, m.generation, nil
+}
+
+func (m *memory) Held(_ Identity, parts []Part) []Part {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(parts), func(part Part) bool { return !m.held[part] })
+}
+
+func (m *memory) Settled(part Part) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.settled = append(m.settled, part)
 }
 
 func (m *memory) PeerChanged() {
@@ -137,13 +151,6 @@ func identity(t testing.TB, fd int) [2]uint64 {
 	return [2]uint64{status.Dev, status.Ino}
 }
 
-func openFiles(t testing.TB) int {
-	t.Helper()
-	list, err := os.ReadDir("/proc/self/fd")
-	require.NoError(t, err)
-	return len(list)
-}
-
 func TestIDText(t *testing.T) {
 	var id, back ID
 	copy(id[:], "0123456789abcdef")
@@ -186,7 +193,8 @@ func TestFetchInBatches(t *testing.T) {
 		blocks = append(blocks, uint64(count-i))
 	}
 	importer.maps(t, owner, 1)
-	before := openFiles(t)
+	quiet(t)
+	before := descriptorsOpen(t)
 	fds, _, err := importer.Fetch(within(t, 10*second), owner.Self(), blocks)
 	require.NoError(t, err)
 	for i, fd := range fds {
@@ -198,7 +206,7 @@ func TestFetchInBatches(t *testing.T) {
 	// One that is gone fails all of them, and leaves no descriptor open.
 	_, _, err = importer.Fetch(within(t, 10*second), owner.Self(), append(blocks, 9999))
 	require.ErrorIs(t, err, ErrGone)
-	require.Eventually(t, func() bool { return openFiles(t) == before }, 5*second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return descriptorsOpen(t) == before }, 5*second, 10*time.Millisecond)
 }
 
 func TestFetchOfTheGone(t *testing.T) {
@@ -356,7 +364,8 @@ func TestPeerOfAnotherRelease(t *testing.T) {
 func TestBadPackets(t *testing.T) {
 	a, other := newProcess(t, 0, 1), newProcess(t, 0, 0)
 	other.maps(t, a, 1)
-	files := openFiles(t)
+	quiet(t)
+	files := descriptorsOpen(t)
 	valid, err := json.Marshal(message{Kind: kindFetch, Blocks: []uint64{1}})
 	require.NoError(t, err)
 	for name, packet := range map[string][]byte{
@@ -389,7 +398,7 @@ func TestBadPackets(t *testing.T) {
 		}
 	}
 	other.maps(t, a, 1)
-	require.Eventually(t, func() bool { return openFiles(t) <= files }, 5*second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return descriptorsOpen(t) <= files }, 5*second, 10*time.Millisecond)
 }
 
 func TestRefusedRequests(t *testing.T) {

@@ -73,10 +73,18 @@ func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
 			}
 		}
 	})
-	n.tell(ctx, message{Kind: kindStopped, Pause: pause}, func(who Identity, _ message, err error) {
+	n.tell(ctx, message{Kind: kindStopped, Pause: pause}, func(who Identity, reply message, err error) {
 		if err != nil && !errors.Is(err, ErrGone) {
 			slog.Debug("quiesce", "peer", who.String(), "error", err) // the wait below names it
 		}
+		n.update(func() {
+			l := n.link(who)
+			l.silent = err != nil
+			if err == nil && reply.Ready >= reply.Pause && !reply.Relied {
+				// Their pauses that we know of had ended before they heard of ours.
+				l.met = max(l.met, reply.Pause)
+			}
+		})
 	})
 	err = n.wait(ctx, n.lagging, func() {
 		for _, l := range n.links {
@@ -95,7 +103,8 @@ func (n *Node) lagging() []Identity {
 	for _, l := range n.neighbours() {
 		// A neighbour that stopped since we did was idle at one time with us,
 		// even if it is ready again; so is one that stopped earlier and still is.
-		if l.stops <= l.met && !l.stopped() {
+		// What is known of one that does not answer may be over.
+		if l.silent || (l.stops <= l.met && !l.stopped()) {
 			list = append(list, l.who)
 		}
 	}

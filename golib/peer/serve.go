@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"time"
 )
 
@@ -127,28 +128,46 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		reply.Generation = generation
 		return reply, fds, nil
 	case kindDrop:
-		n.update(func() { n.link(who).let(m.Blocks, m.Number) })
+		n.update(func() {
+			n.link(who).let(m.Blocks, m.Number)
+			n.unusedBlocks(who.ID, func(block uint64) bool { return slices.Contains(m.Blocks, block) })
+		})
+	case kindFreed:
+		if len(m.Parts) > maxParts {
+			return reply, nil, fmt.Errorf("%d parts freed at once, at most %d", len(m.Parts), maxParts)
+		}
+		reply.Parts = n.handler.Held(who, m.Parts)
+	case kindEnded:
+		n.update(func() {
+			for _, part := range m.Parts {
+				n.unused(part, who.ID)
+			}
+		})
 	case kindStopped:
-		n.update(func() { l := n.link(who); l.stops = max(l.stops, m.Pause) })
+		n.update(func() {
+			l := n.link(who)
+			l.stops = max(l.stops, m.Pause)
+			reply.Relied = l.met >= m.Pause
+			reply = n.progress(reply) // as of the same moment: a pause that ends later has relied
+		})
 		n.handler.PeerChanged()
-		return n.progress(reply), nil, nil
 	case kindRetract:
 		n.update(func() {
 			l := n.link(who)
 			reply.Relied = l.met >= m.Pause
 			l.met = max(l.met, m.Pause)
 			l.readies = max(l.readies, m.Pause)
+			reply = n.progress(reply)
 		})
 		n.handler.PeerChanged()
-		return n.progress(reply), nil, nil
 	case kindReady:
 		n.update(func() {
 			l := n.link(who)
 			l.readies = max(l.readies, m.Pause)
 			l.generation = max(l.generation, m.Generation)
+			reply = n.progress(reply)
 		})
 		n.handler.PeerChanged()
-		return n.progress(reply), nil, nil
 	default:
 		return reply, nil, fmt.Errorf("unknown message %q", m.Kind)
 	}

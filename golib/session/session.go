@@ -117,6 +117,14 @@ func (s *Session) Serve(ctx context.Context, to peer.Identity, blocks []uint64) 
 	return s.space.Serve(ctx, to, blocks)
 }
 
+// Held implements peer.Handler.
+func (s *Session) Held(owner peer.Identity, parts []peer.Part) []peer.Part {
+	return s.space.Held(owner, parts)
+}
+
+// Settled implements peer.Handler.
+func (s *Session) Settled(part peer.Part) { s.space.Settled(part) }
+
 // PeerChanged implements peer.Handler: what a peer has done may open the guard
 // of an active process, or close it.
 func (s *Session) PeerChanged() {

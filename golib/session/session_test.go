@@ -85,7 +85,8 @@ func start(t *testing.T, count int, timeout time.Duration) []*process {
 				p.free(t, b)
 			}
 		}
-		require.Equal(t, before, simtest.Used(t, 0), "device memory not given back")
+		require.Eventually(t, func() bool { return before == simtest.Used(t, 0) }, 5*time.Second, time.Millisecond,
+			"device memory not given back")
 	})
 	return all
 }
@@ -154,8 +155,8 @@ func intact(t *testing.T, all ...*process) {
 func connected(t *testing.T, a, b *process) {
 	t.Helper()
 	for _, pair := range [][2]*process{{a, b}, {b, a}} {
-		for i, mapped := range pair[0].theirs {
-			own := pair[1].own[i]
+		for i, own := range pair[1].own {
+			mapped := pair[0].theirs[i]
 			mapped.fill(own.seed + 5000)
 			require.True(t, simtest.Holds(own.at, own.seed+5000, own.size), "a peer's write is seen")
 			mapped.fill(own.seed)

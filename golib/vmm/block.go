@@ -46,7 +46,9 @@ type block struct {
 	shared     bool       // peers may fetch it: fd is valid while live
 	fd         int
 	free       []span            // carved: what is unused, by offset
-	carved     uint64            // up to this offset, handles have had the memory
+	awaited    map[uint64]uint64 // carved: freed parts that peers may still write to, offset to size
+	dirty      []span            // carved: freed parts, to be cleared before they are used again
+	clearing   []span            // carved: those that are being cleared
 	handles    []*handle         // by offset
 	contents   *offload.Contents // while paused
 	filling    bool              // contents are being copied in: not to be freed or carved
@@ -174,9 +176,9 @@ func (b *block) used() uint64 {
 	if !b.slab {
 		return b.size
 	}
-	n := b.size
-	for _, f := range b.free {
-		n -= f.size
+	var n uint64
+	for _, h := range b.handles {
+		n += roundUp(h.size, b.class.unit())
 	}
 	return n
 }

@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"amem/golib/cuda"
+	"amem/golib/peer"
 )
 
 // The methods of this file are the driver's functions as NCCL calls them, on
@@ -27,7 +28,8 @@ type handle struct {
 
 	block    *block // nil until NCCL shows what it wants
 	off      uint64
-	exported bool // peers may know it
+	exported bool // own: peers may know it
+	owed     bool // imported: its owner has freed it, and waits for its end here
 }
 
 const handleTag = 0xA3E0 << 48
@@ -109,34 +111,38 @@ func (s *Space) place(h *handle, carve bool) error {
 	}
 	for {
 		s.mu.Lock()
-		if found, stale := s.carve(c, h, size); found {
+		if s.carve(c, h, size) {
 			s.mu.Unlock()
-			if stale {
-				return s.clear(h, size)
-			}
 			return nil
 		}
-		if wait := s.growing[c]; wait != nil { // another thread makes the slab that we need too
+		if wait := s.growing[c]; wait != nil { // another thread makes room for us too
 			s.mu.Unlock()
 			<-wait
 			continue
 		}
 		done := make(chan struct{})
 		s.growing[c] = done
+		dirty := s.takeDirty(c)
 		next := slabSize(c, s.held(c), size)
 		s.mu.Unlock()
-		err := s.newBlock(c, next, true, h)
+		var err error
+		if len(dirty) > 0 {
+			err = s.clear(dirty)
+		} else {
+			err = s.newBlock(c, next, true, h)
+		}
 		s.mu.Lock()
 		delete(s.growing, c)
 		s.mu.Unlock()
 		close(done)
-		return err
+		if err != nil || len(dirty) == 0 {
+			return err
+		}
 	}
 }
 
-// carve finds room in a live slab of the class. stale: another handle had the
-// memory before. mu is held.
-func (s *Space) carve(c class, h *handle, size uint64) (found, stale bool) {
+// carve finds room in a live slab of the class. mu is held.
+func (s *Space) carve(c class, h *handle, size uint64) bool {
 	for _, b := range s.slabs[c] {
 		if !b.live || b.filling {
 			continue
@@ -144,41 +150,10 @@ func (s *Space) carve(c class, h *handle, size uint64) (found, stale bool) {
 		if off, ok := b.carve(size); ok {
 			h.block, h.off = b, off
 			b.addHandle(h)
-			stale = off < b.carved
-			b.carved = max(b.carved, off+size)
-			return true, stale
+			return true
 		}
 	}
-	return false, false
-}
-
-// clear makes a chunk that another handle had before as the driver's own
-// memory is: zero, which NCCL counts on in the buffers that it shares. On
-// failure the handle is unbound again. structure is held.
-func (s *Space) clear(h *handle, size uint64) error {
-	at := h.block.home + cuda.Ptr(h.off)
-	done := make(chan error)
-	// On a thread of its own: NCCL's may not wait for a stream while it captures a graph.
-	go func() {
-		done <- s.onDevice(h.prop.Location, func(d *Device) error {
-			d.clearing.Lock()
-			defer d.clearing.Unlock()
-			if err := s.stream(d); err != nil {
-				return err
-			}
-			return errors.Join(s.driver.Zero(at, size, d.stream), s.driver.StreamSynchronize(d.stream))
-		})
-	}()
-	err := <-done
-	if err != nil {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		h.block.removeHandle(h)
-		h.block.uncarve(span{h.off, size})
-		h.block, h.off = nil, 0
-		return fmt.Errorf("clear %d bytes: %w", size, err)
-	}
-	return nil
+	return false
 }
 
 // held answers the bytes of the class's slabs. mu is held.
@@ -429,8 +404,8 @@ func (s *Space) AddressFree(p cuda.Ptr) error {
 	return s.endUnused(h)
 }
 
-// endUnused ends a handle that NCCL has let go of, and its block if it was the
-// last one in it. structure is held.
+// endUnused ends a handle that NCCL has let go of, and its block if nobody uses
+// that any more. structure is held.
 func (s *Space) endUnused(h *handle) error {
 	s.mu.Lock()
 	if h.refs > 0 || h.reserved > 0 || h.mapped > 0 || s.handles[h.id] != h {
@@ -445,14 +420,30 @@ func (s *Space) endUnused(h *handle) error {
 	}
 	b.removeHandle(h)
 	if b.slab {
-		b.uncarve(span{h.off, roundUp(h.size, b.class.unit())})
+		s.retire(b, span{h.off, roundUp(h.size, b.class.unit())}, h.exported)
 	}
-	if len(b.handles) > 0 {
+	if h.owed {
+		s.peers.Ended(*b.owner, peer.Part{b.id, h.off})
+	}
+	s.mu.Unlock()
+	return s.endEmpty(b)
+}
+
+// endEmpty ends a block that nobody uses: no handle, and no peer that may still
+// write to what was freed. structure is held.
+func (s *Space) endEmpty(b *block) error {
+	s.mu.Lock()
+	key := importKey{}
+	if b.owner != nil {
+		key = importKey{b.owner.ID, b.id}
+	}
+	ended := s.blocks[b.id] != b && s.imports[key] != b
+	if ended || len(b.handles) > 0 || len(b.awaited) > 0 || len(b.clearing) > 0 {
 		s.mu.Unlock()
 		return nil
 	}
 	if b.owner != nil {
-		delete(s.imports, importKey{b.owner.ID, b.id})
+		delete(s.imports, key)
 		s.peers.Drop(*b.owner, b.id) // before another thread can fetch it again
 	} else {
 		delete(s.blocks, b.id)

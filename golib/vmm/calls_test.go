@@ -29,12 +29,19 @@ func TestAllocatorsWay(t *testing.T) {
 	filled(t, buffers)
 	require.True(t, simtest.Writable(t, 0, buffers[3].at))
 
-	// A freed chunk is used again, and the others keep their contents.
+	// A freed chunk is used again when the slab is full, is clear then, and the
+	// others keep their contents.
 	n.mustFree(t, buffers[3])
+	for range 16 {
+		buffers = append(buffers, n.mustAllocate(t, 64*kib))
+	}
 	again := n.mustAllocate(t, 64*kib)
 	require.Equal(t, buffers[3].at, again.at)
+	require.Equal(t, make([]byte, again.size), simtest.Bytes(again.at, again.size), "NCCL relies on new memory being clear")
+	require.Equal(t, creates+1, simtest.Calls(t, "cuMemCreate"), "no new slab")
 	simtest.Fill(again.at, 4, again.size)
-	filled(t, buffers)
+	buffers[3] = again
+	filled(t, buffers[:16])
 
 	n.mustFree(t, buffers...)
 	empty(t, s)

@@ -189,8 +189,8 @@ func (s *Space) byDevice(blocks []*block, f func(d *Device, blocks []*block) err
 	return nil
 }
 
-// stream makes the device's stream if there is none yet. The caller is the only
-// one: it holds structure for writing, or d.clearing.
+// stream makes the device's stream if there is none yet. structure is held for
+// writing.
 func (s *Space) stream(d *Device) (err error) {
 	if d.stream == 0 {
 		d.stream, err = s.driver.NewStream()
@@ -224,6 +224,7 @@ func (s *Space) Vacate() (Paused, error) {
 			if err := s.evaporate(b); err != nil {
 				return errors.Join(err, s.putBack(blocks[:i]), s.waitStreams())
 			}
+			s.washed(b)
 		}
 		for _, b := range s.attached() {
 			// A peer's memory that can't be let go stays mapped: nothing is
@@ -241,6 +242,17 @@ func (s *Space) Vacate() (Paused, error) {
 		return Paused{}, err
 	}
 	return p, nil
+}
+
+// washed makes what is dirty free: the block's next memory is new, and Save has
+// kept nothing of it.
+func (s *Space) washed(b *block) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, part := range b.dirty {
+		b.uncarve(part)
+	}
+	b.dirty = nil
 }
 
 // saved lists the own live blocks whose contents are in the arena. mu is held.

@@ -34,6 +34,8 @@ type Peers interface {
 	Fetch(ctx context.Context, owner peer.Identity, blocks []uint64) ([]int, uint64, error)
 	Drop(owner peer.Identity, block uint64)
 	Freed(block uint64)
+	Settle(part peer.Part) (unused bool)
+	Ended(owner peer.Identity, part peer.Part)
 	Gone(who peer.Identity) bool
 }
 
@@ -61,7 +63,7 @@ type Space struct {
 	blocks     map[uint64]*block  // own
 	slabs      map[class][]*block // those of blocks that are carved, oldest first
 	imports    map[importKey]*block
-	growing    map[class]chan struct{} // a slab of the class is being made
+	growing    map[class]chan struct{} // room in the class is being made
 	ranges     []addressRange          // by address; what is mapped where
 	devices    map[int32]*Device
 	ended      []*block         // freed while their contents were copied in: Fill discards them
@@ -83,12 +85,11 @@ type addressRange struct {
 
 // Device is a device that NCCL has memory on.
 type Device struct {
-	Ordinal int32
-	UUID    [16]byte
-	Context cuda.Context // NCCL's, as of its first allocation
-	stream  cuda.Stream  // for copies and clearing; made when first needed
-
-	clearing sync.Mutex // one thread clears at a time
+	Ordinal  int32
+	UUID     [16]byte
+	Context  cuda.Context // NCCL's, as of its first allocation
+	stream   cuda.Stream  // for copies; made when first needed
+	clearing cuda.Stream  // for clearing what is to be used again; made when first needed
 }
 
 // New makes an empty Space. SetPeers must follow before its first use.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ sys.path.append(str(ROOT / "tests"))
 from agent.ranks import RankError, Ranks
 from amem import _library
 
-__all__ = ["LIB", "MIB", "ROOT", "SIM", "RankError", "Ranks", "environment", "failure", "kinds", "needs_libraries"]
+__all__ = ["LIB", "MIB", "ROOT", "SIM", "RankError", "Ranks", "environment", "failure", "kinds", "memory", "needs_libraries"]
 __all__ += ["python", "ranks", "resident", "right", "run"]
 
 MIB = 1 << 20
@@ -65,6 +66,15 @@ def failure(action: Callable[[], object], error: str) -> str:
         action()
     assert caught.value.error == error, str(caught.value)
     return caught.value.message
+
+
+def memory(group: Ranks, wanted: list[int], members: Sequence[int] | None = None) -> None:
+    """The devices' memory in use is, or soon is: peers are asked whether they use what was freed."""
+    deadline = time.monotonic() + 5
+    members = range(len(group)) if members is None else members
+    while (used := [group[member].call("meminfo") for member in members]) != wanted:
+        assert time.monotonic() < deadline, f"{used} bytes in use, not {wanted}"
+        time.sleep(0.01)
 
 
 def resident(stats: Any) -> dict[str, int]:

@@ -30,7 +30,7 @@ def attempt(rank: Any, body: str, seals: int = SEALS) -> int:
             _wrapper(rank, "cuMemImportFromShareableHandle")
         )
         handle = ctypes.c_uint64()
-        result = import_handle(ctypes.byref(handle), fd, POSIX_FD)
+        result = int(import_handle(ctypes.byref(handle), fd, POSIX_FD))
         if result == 0:
             release = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(_wrapper(rank, "cuMemRelease"))
             if status := release(handle):

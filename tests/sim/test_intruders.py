@@ -241,25 +241,24 @@ def test_random_messages() -> None:
     numbers = [0, 1, 2, 1 << 31, (1 << 63) - 1, (1 << 64) - 1, -1, 1.5, None, "1", [1]]
     with attacked() as victim:
         for _ in range(300):
-            with victim.connect() as intruder:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    if rng.random() < 0.7:
-                        intruder.send(hello(Group=rng.choice([0, 1]), Watch=rng.random() < 0.3))
-                    for _ in range(rng.randint(1, 5)):
-                        message = {
-                            "Kind": rng.choice(kinds),
-                            # Blocks that exist would make this a process that shares memory.
-                            "Blocks": [rng.randrange(1 << 20, 1 << 63) for _ in range(rng.choice([0, 1, 5, 201, 2500]))],
-                            "Pause": rng.choice(numbers),
-                            "Ready": rng.choice(numbers),
-                            "Generation": rng.choice(numbers),
-                            "Relied": rng.choice([True, None, 3]),
-                        }
-                        body = bytearray(json.dumps(message).encode())
-                        if rng.random() < 0.5:
-                            for _ in range(rng.randint(1, 8)):
-                                body[rng.randrange(len(body))] = rng.randrange(256)
-                        intruder.send(bytes(rng.choice([body, rng.randbytes(rng.randint(1, 3000))])))
+            with victim.connect() as intruder, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                if rng.random() < 0.7:
+                    intruder.send(hello(Group=rng.choice([0, 1]), Watch=rng.random() < 0.3))
+                for _ in range(rng.randint(1, 5)):
+                    message = {
+                        "Kind": rng.choice(kinds),
+                        # Blocks that exist would make this a process that shares memory.
+                        "Blocks": [rng.randrange(1 << 20, 1 << 63) for _ in range(rng.choice([0, 1, 5, 201, 2500]))],
+                        "Pause": rng.choice(numbers),
+                        "Ready": rng.choice(numbers),
+                        "Generation": rng.choice(numbers),
+                        "Relied": rng.choice([True, None, 3]),
+                    }
+                    body = bytearray(json.dumps(message).encode())
+                    if rng.random() < 0.5:
+                        for _ in range(rng.randint(1, 8)):
+                            body[rng.randrange(len(body))] = rng.randrange(256)
+                    intruder.send(bytes(rng.choice([body, rng.randbytes(rng.randint(1, 3000))])))
 
 
 def test_requests_of_a_stranger_change_nothing() -> None:
@@ -311,11 +310,10 @@ def fetch_a_block(intruder: Intruder) -> list[int]:
 
 
 def test_a_process_that_fetched_memory_and_ended_is_not_waited_for() -> None:
-    with attacked() as victim:
-        with victim.connect() as intruder:
-            for fd in fetch_a_block(intruder):
-                os.close(fd)
-            assert len(victim.group[0].call("stats")["peers"]) == 2
+    with attacked() as victim, victim.connect() as intruder:
+        for fd in fetch_a_block(intruder):
+            os.close(fd)
+        assert len(victim.group[0].call("stats")["peers"]) == 2
 
 
 def test_a_process_that_holds_memory_and_does_not_stop_is_named() -> None:

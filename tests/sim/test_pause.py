@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from harness import MIB, RankError, Ranks, failure, kinds, needs_libraries, ranks, right
+from harness import MIB, RankError, Ranks, failure, kinds, memory, needs_libraries, ranks, right
 
 pytestmark = needs_libraries
 
@@ -215,7 +215,7 @@ def test_a_communicator_made_while_paused() -> None:
         right(group, comm=1)
         for comm in (0, 1):
             group.all("destroy", comm=comm)
-        assert group.all("meminfo") == [0, 0]
+        memory(group, [0, 0])
 
 
 def test_a_communicator_destroyed_while_paused() -> None:
@@ -225,7 +225,7 @@ def test_a_communicator_destroyed_while_paused() -> None:
         right(group, comm=1)
         group.all("pause")
         group.all("destroy", comm=0)
-        assert group.all("meminfo") == [0, 0]
+        memory(group, [0, 0])
         for stats in group.all("stats"):
             assert stats["paused_bytes"] > 0, "the other communicator's"
         group.all("resume")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from harness import MIB, RankError, failure, needs_libraries, ranks, resident, right
+from harness import MIB, RankError, failure, memory, needs_libraries, ranks, resident, right
 
 pytestmark = needs_libraries
 
@@ -159,7 +159,7 @@ def test_a_peer_that_died_while_active(arena: str) -> None:
         for survivor in (0, 2):
             group[survivor].start("destroy", comm=0)
         assert group.collect([group[0], group[2]]) == [None, None]
-        assert [group[survivor].call("meminfo") for survivor in (0, 2)] == [0, 0]
+        memory(group, [0, 0], members=[0, 2])
         group.comm_init(members=[0, 2])
         for survivor in (0, 2):
             group[survivor].start("allreduce", comm=0, count=1000)
@@ -215,7 +215,7 @@ def test_a_peer_without_amem_is_an_error_that_says_so(enabled: int) -> None:
         assert "amem is not enabled in the process of a peer" in str(outcomes[enabled])
         assert "AMEM_ENABLE=1 in every rank" in str(outcomes[enabled])
         group.all("destroy", comm=0)
-        assert group.all("meminfo") == [0, 0]
+        memory(group, [0, 0])
 
 
 def test_a_communicator_connected_while_a_peer_is_slow_to_pause() -> None:
