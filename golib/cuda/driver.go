@@ -9,8 +9,25 @@ package cuda
 /*
 #cgo LDFLAGS: -ldl
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdlib.h>
+#include <unistd.h>
 #include "functions.h"
+
+// The descriptors of exported memory, by number. A child of fork() closes
+// them: it lives on while memory is paused, and would keep that memory.
+static volatile unsigned char amem_exported[1 << 16];
+
+static void amem_mark_exported(int fd, unsigned char is) {
+    if (fd >= 0 && fd < (int)sizeof amem_exported) amem_exported[fd] = is;
+}
+
+static void amem_close_exported(void) {
+    for (int fd = 0; fd < (int)sizeof amem_exported; fd++)
+        if (amem_exported[fd]) close(fd);
+}
+
+static void amem_watch_fork(void) { pthread_atfork(NULL, NULL, amem_close_exported); }
 
 static struct amem_driver driver;
 
@@ -171,8 +188,11 @@ func Open(path string) (*Driver, error) {
 	if missing := C.amem_driver_load(library); missing != nil {
 		return nil, fmt.Errorf("the CUDA driver %s lacks %s: amem needs CUDA 12 or later", path, C.GoString(missing))
 	}
+	watchFork()
 	return &Driver{}, nil
 }
+
+var watchFork = sync.OnceFunc(func() { C.amem_watch_fork() })
 
 func (d *Driver) done(call string, r C.CUresult) error {
 	counter, ok := d.calls.Load(call)
@@ -196,15 +216,20 @@ func (d *Driver) Calls() map[string]int64 {
 	return calls
 }
 
-// With runs f with the context current on its thread.
+// With runs f with the context current on its thread, and without regard to
+// captures of other threads, which f's calls have nothing to do with: they would
+// be refused, and would spoil the capture.
 func (d *Driver) With(ctx Context, f func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	if err := d.done("cuCtxPushCurrent", C.amem_CtxPushCurrent(contextC(ctx))); err != nil {
 		return err
 	}
+	mode := C.CUstreamCaptureMode(C.CU_STREAM_CAPTURE_MODE_RELAXED)
+	C.amem_ThreadExchangeStreamCaptureMode(&mode)
 	defer func() {
 		var old C.CUcontext
+		C.amem_ThreadExchangeStreamCaptureMode(&mode)
 		C.amem_CtxPopCurrent(&old)
 	}()
 	return f()
@@ -354,13 +379,20 @@ func (d *Driver) SetAccess(p Ptr, size uint64, access []Access) error {
 		unsafe.SliceData(descs), C.size_t(len(descs))))
 }
 
-// ExportFD makes a file descriptor, the caller's to close, of an allocation.
+// ExportFD makes a file descriptor of an allocation, to be ended by CloseFD.
 func (d *Driver) ExportFD(h Handle) (int, error) {
 	var fd C.int
 	if err := d.ExportTo(unsafe.Pointer(&fd), h, FileDescriptor, 0); err != nil {
 		return -1, err
 	}
+	C.amem_mark_exported(fd, 1)
 	return int(fd), nil
+}
+
+// CloseFD closes what ExportFD made.
+func (d *Driver) CloseFD(fd int) {
+	C.amem_mark_exported(C.int(fd), 0)
+	C.close(C.int(fd))
 }
 
 // ExportTo writes a shareable handle of the given type to where the caller of

@@ -17,6 +17,7 @@
     X(CtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext ctx), (ctx))                                                  \
     X(CtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext * ctx), (ctx))                                                  \
     X(CtxSynchronize, "cuCtxSynchronize", (void), ())                                                                 \
+    X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (CUstreamCaptureMode * mode), (mode))      \
     X(StreamCreate, "cuStreamCreate", (CUstream * stream, unsigned int flags), (stream, flags))                       \
     X(StreamSynchronize, "cuStreamSynchronize", (CUstream stream), (stream))                                          \
     X(MemGetInfo, "cuMemGetInfo_v2", (size_t * free, size_t * total), (free, total))                                  \

@@ -1,10 +1,16 @@
 /* Loads libamem_nccl.so, the core, in the process whose NCCL first asks for the driver. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include "hook.h"
 
@@ -15,10 +21,34 @@ static _Atomic(amem_status) status = AMEM_OK;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static atomic_bool forked;
 
+/* Whether a socket's name, its own or its peer's, is one that the core gives: "@amem-" and 32 digits. */
+static bool names_core(int (*ask)(int, struct sockaddr *, socklen_t *), int fd) {
+    struct sockaddr_un name;
+    socklen_t size = sizeof name;
+    return !ask(fd, (struct sockaddr *)&name, &size) && name.sun_family == AF_UNIX &&
+           size == offsetof(struct sockaddr_un, sun_path) + sizeof "amem-" + 32 &&
+           !memcmp(name.sun_path, "\0amem-", sizeof "amem-");
+}
+
+static int own_name(int fd, struct sockaddr *name, socklen_t *size) { return getsockname(fd, name, size); }
+static int peer_name(int fd, struct sockaddr *name, socklen_t *size) { return getpeername(fd, name, size); }
+
+/* In a child that lives on, they would keep from the peers that the parent has ended. */
+static void close_connections(void) {
+    DIR *folder = opendir("/proc/self/fd");
+    if (!folder) return;
+    for (struct dirent *entry; (entry = readdir(folder));) {
+        int fd = atoi(entry->d_name);
+        if (fd != dirfd(folder) && (names_core(own_name, fd) || names_core(peer_name, fd))) close(fd);
+    }
+    closedir(folder);
+}
+
 /* The Go runtime's threads do not exist in a child of fork(): nothing in the core may be called there. */
 static void in_child(void) {
     forked = true;
     loaded = NULL;
+    close_connections();
 }
 
 static bool core_path(char *path, size_t size) {

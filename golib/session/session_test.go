@@ -187,6 +187,14 @@ func resumeAll(all ...*process) error {
 	return each(all, func(p *process) error { return p.Resume(Tag) })
 }
 
+// hurried calls f with a deadline that is meant to pass.
+func (p *process) hurried(f func(tags string) error) error {
+	timeout := p.options.Timeout
+	p.options.Timeout = 500 * time.Millisecond
+	defer func() { p.options.Timeout = timeout }()
+	return f("")
+}
+
 func TestPauseTogether(t *testing.T) {
 	before := simtest.Used(t, 0)
 	all := start(t, 2, 10*time.Second)
@@ -238,12 +246,12 @@ func TestRoundsWithoutBarrier(t *testing.T) {
 }
 
 func TestPauseAlone(t *testing.T) {
-	all := start(t, 2, 300*time.Millisecond)
+	all := start(t, 2, 20*time.Second)
 	a, b := all[0], all[1]
 	together(t, a, b)
 	used := simtest.Used(t, 0)
 	for range 2 {
-		err := a.Pause("")
+		err := a.hurried(a.Pause)
 		require.ErrorContains(t, err, "pause: quiesce: waiting for pid "+fmt.Sprint(os.Getpid()))
 		require.Equal(t, used, simtest.Used(t, 0), "nothing was released")
 		intact(t, a, b)
@@ -258,19 +266,19 @@ func TestPauseAlone(t *testing.T) {
 // b pauses relying on a's stop; a gives up, since c never stops. From then on
 // a's mapping of b's memory is not fit to use, until both have resumed.
 func TestFailedPauseThatAPeerReliedOn(t *testing.T) {
-	all := start(t, 3, 400*time.Millisecond)
+	all := start(t, 3, 20*time.Second)
 	a, b, c := all[0], all[1], all[2]
 	together(t, a, b)
 	a.maps(t, c)
 	failed := make(chan error, 1)
-	go func() { failed <- a.Pause("") }()
+	go func() { failed <- a.hurried(a.Pause) }()
 	require.NoError(t, b.Pause(""))
 	require.Error(t, <-failed)
 	require.Equal(t, Active, a.State())
 	require.Equal(t, Stale, a.position())
 	require.Equal(t, Open, c.position())
 
-	require.Error(t, a.Resume(""), "b has not resumed yet")
+	require.Error(t, a.hurried(a.Resume), "b has not resumed yet")
 	require.Equal(t, Stale, a.position())
 	require.NoError(t, b.Resume(""))
 	require.Equal(t, Open, b.position())
@@ -286,12 +294,12 @@ func TestFailedPauseThatAPeerReliedOn(t *testing.T) {
 
 // A failure to map a peer's replaced memory leaves the guard closed to kernels.
 func TestFailedRefresh(t *testing.T) {
-	all := start(t, 3, 400*time.Millisecond)
+	all := start(t, 3, 20*time.Second)
 	a, b, c := all[0], all[1], all[2]
 	together(t, a, b)
 	a.maps(t, c)
 	failed := make(chan error, 1)
-	go func() { failed <- a.Pause("") }()
+	go func() { failed <- a.hurried(a.Pause) }()
 	require.NoError(t, b.Pause(""))
 	require.Error(t, <-failed)
 	require.NoError(t, b.Resume(""))
@@ -421,15 +429,20 @@ func TestGroups(t *testing.T) {
 }
 
 func TestOutOfMemory(t *testing.T) {
-	all := start(t, 2, 2*time.Second)
+	all := start(t, 2, 20*time.Second)
 	a, b := all[0], all[1]
 	together(t, a, b)
 	require.NoError(t, pauseAll(a, b))
 	hogSize := simtest.Memory - simtest.Used(t, 0) - 30*mib
 	hog, err := simtest.Driver().Create(hogSize, prop(), 0)
 	require.NoError(t, err)
+	t.Cleanup(func() {
+		if t.Failed() { // or all later tests fail too
+			_ = simtest.Driver().Release(hog)
+		}
+	})
 	used := simtest.Used(t, 0)
-	err = resumeAll(a, b)
+	err = each(all, func(p *process) error { return p.hurried(p.Resume) })
 	require.ErrorIs(t, err, cuda.ErrOutOfMemory)
 	require.NoError(t, resumeNone(a, b))
 	require.Equal(t, used, simtest.Used(t, 0), "nothing is held after the failure")
@@ -451,11 +464,11 @@ func resumeNone(all ...*process) error {
 
 func TestResumeAlone(t *testing.T) {
 	before := simtest.Used(t, 0)
-	all := start(t, 2, 500*time.Millisecond)
+	all := start(t, 2, 20*time.Second)
 	a, b := all[0], all[1]
 	together(t, a, b)
 	require.NoError(t, pauseAll(a, b))
-	err := a.Resume("")
+	err := a.hurried(a.Resume)
 	require.ErrorContains(t, err, "pid "+fmt.Sprint(os.Getpid()))
 	require.NoError(t, resumeNone(a, b))
 	require.Equal(t, before, simtest.Used(t, 0), "what it had restored is released again")
@@ -467,13 +480,13 @@ func TestResumeAlone(t *testing.T) {
 // b's memory can be mapped, but its contents are not in yet: a's memory stays,
 // its guard stays closed, and the next resume goes on from there.
 func TestUnfinishedResume(t *testing.T) {
-	all := start(t, 2, 500*time.Millisecond)
+	all := start(t, 2, 20*time.Second)
 	a, b := all[0], all[1]
 	together(t, a, b)
 	require.NoError(t, pauseAll(a, b))
 	_, err := b.space.Restore()
 	require.NoError(t, err)
-	err = a.Resume("")
+	err = a.hurried(a.Resume)
 	require.ErrorContains(t, err, "this process's memory is back, a peer's is not")
 	require.NoError(t, resumeNone(a))
 	require.NoError(t, b.space.Fill())
@@ -489,13 +502,13 @@ func TestUnfinishedResume(t *testing.T) {
 // From an unfinished resume, a pause goes back.
 func TestPauseAfterUnfinishedResume(t *testing.T) {
 	before := simtest.Used(t, 0)
-	all := start(t, 2, 500*time.Millisecond)
+	all := start(t, 2, 20*time.Second)
 	a, b := all[0], all[1]
 	together(t, a, b)
 	require.NoError(t, pauseAll(a, b))
 	_, err := b.space.Restore()
 	require.NoError(t, err)
-	require.ErrorContains(t, a.Resume(""), "a peer's is not")
+	require.ErrorContains(t, a.hurried(a.Resume), "a peer's is not")
 	require.NoError(t, errors.Join(b.space.Fill(), b.space.Abandon()))
 	require.NoError(t, a.Pause(""), "b has stopped and stays so")
 	require.Equal(t, before, simtest.Used(t, 0))
@@ -505,7 +518,7 @@ func TestPauseAfterUnfinishedResume(t *testing.T) {
 }
 
 func TestPeerEndsWhilePaused(t *testing.T) {
-	all := start(t, 2, 2*time.Second)
+	all := start(t, 2, 20*time.Second)
 	a, b := all[0], all[1]
 	together(t, a, b)
 	require.NoError(t, pauseAll(a, b))
@@ -521,7 +534,7 @@ func TestPeerEndsWhilePaused(t *testing.T) {
 }
 
 func TestPeerEndsWhileActive(t *testing.T) {
-	all := start(t, 2, 2*time.Second)
+	all := start(t, 2, 20*time.Second)
 	a, b := all[0], all[1]
 	together(t, a, b)
 	b.Close()
@@ -538,7 +551,7 @@ func TestPeerEndsWhileActive(t *testing.T) {
 // succeeds or says that it failed, and resuming until all have succeeded brings
 // everything back.
 func TestFaults(t *testing.T) {
-	all := start(t, 2, 3*time.Second)
+	all := start(t, 2, 20*time.Second)
 	a, b := all[0], all[1]
 	together(t, a, b)
 	failures := 0

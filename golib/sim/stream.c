@@ -350,13 +350,31 @@ void sim_synchronize(CUcontext context)
     pthread_mutex_unlock(&sim_work_lock);
 }
 
+/* How strictly this thread respects captures: cuThreadExchangeStreamCaptureMode. */
+static __thread CUstreamCaptureMode thread_capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
 static bool forbids(CUstream stream)
 {
-    return stream->capture
-        && (stream->capture_mode == CU_STREAM_CAPTURE_MODE_GLOBAL
-            || (stream->capture_mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-                && pthread_equal(stream->capture_thread, pthread_self())));
+    if (!stream->capture || stream->capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED
+        || thread_capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED)
+        return false;
+    bool own = pthread_equal(stream->capture_thread, pthread_self());
+    return own
+        || (stream->capture_mode == CU_STREAM_CAPTURE_MODE_GLOBAL
+            && thread_capture_mode == CU_STREAM_CAPTURE_MODE_GLOBAL);
 }
+
+static CUresult exchange_capture_mode(CUstreamCaptureMode *mode)
+{
+    if (!mode || *mode > CU_STREAM_CAPTURE_MODE_RELAXED)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUstreamCaptureMode before = thread_capture_mode;
+    thread_capture_mode = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}
+SIM_FUNCTION(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010, NEEDS_INIT,
+             (CUstreamCaptureMode *mode), (exchange_capture_mode(mode)))
 
 CUresult sim_capture_refusal(void)
 {

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
 	"amem/golib/cuda"
 	"amem/golib/offload"
 	"amem/golib/peer"
@@ -194,7 +192,7 @@ func (s *Space) materialise(b *block) (err error) {
 	defer func() {
 		if err != nil {
 			if fd >= 0 {
-				_ = unix.Close(fd)
+				s.driver.CloseFD(fd)
 			}
 			err = errors.Join(err, s.driver.Release(phys))
 		}
@@ -275,7 +273,7 @@ func (s *Space) evaporate(b *block) (err error) {
 	defer func() {
 		if err == nil {
 			if fd >= 0 {
-				_ = unix.Close(fd)
+				s.driver.CloseFD(fd)
 			}
 			return
 		}

@@ -95,7 +95,7 @@ func (s *Space) share(b *block) error {
 	defer s.mu.Unlock()
 	if b.shared { // another thread was faster
 		if fd >= 0 {
-			_ = unix.Close(fd)
+			s.driver.CloseFD(fd)
 		}
 		return nil
 	}

@@ -232,3 +232,19 @@ def test_a_communicator_connected_while_a_peer_is_slow_to_pause() -> None:
             group[member].start("allreduce", comm=1, count=500)
         assert group.finish(members=[1, 2]) == [0, 0]
         right(group)
+
+
+def test_a_late_write_to_freed_memory_harms_nobody() -> None:
+    """One rank destroys a communicator, and makes another in its place, before its peer has posted its last credit."""
+    slow = {"NCCL_STANDIN_CREDIT_DELAY_US": "300000"}
+    with ranks(2, rank_env=[{}, slow]) as group:
+        group.init(ncomm=2)
+        right(group, comm=0, counts=(1000,))
+        right(group, comm=1, counts=(1000,))
+        group.all("launch", comm=1, counts=[50_000])
+        group[0].call("collect")
+        group[0].call("destroy", comm=1)
+        group[0].call("eval", expression="rank.communicators.__setitem__(1, None)")  # so that the numbers agree
+        group.comm_init()
+        group.all("launch", comm=2, counts=[2000])
+        assert group.all("collect") == [0, 0]
