@@ -39,6 +39,7 @@ func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply
 	var who []Identity
 	for _, l := range n.neighbours() {
 		who = append(who, l.who)
+		n.talk(l)
 	}
 	n.mu.Unlock()
 	var wg sync.WaitGroup
@@ -164,7 +165,15 @@ func (n *Node) retract(pause uint64) []Identity {
 // again, as of the generation given. It ends what Quiesce began.
 func (n *Node) Ready(ctx context.Context, generation uint64) {
 	var pause uint64
-	n.update(func() { n.readies, n.generation, pause = n.stops, generation, n.stops })
+	n.update(func() {
+		ends := n.readies < n.stops
+		n.readies, n.generation, pause = n.stops, generation, n.stops
+		for _, l := range n.links {
+			if ends && l.stopped() {
+				l.met = l.stops // begun again, it may be, while ours went on
+			}
+		}
+	})
 	n.tell(ctx, message{Kind: kindReady, Pause: pause, Generation: generation},
 		func(who Identity, _ message, err error) {
 			if err != nil && !errors.Is(err, ErrGone) {

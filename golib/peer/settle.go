@@ -2,7 +2,6 @@ package peer
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 	"maps"
 	"slices"
@@ -76,28 +75,35 @@ func (n *Node) unusedBlocks(who ID, choose func(block uint64) bool) {
 }
 
 // talk says what is unsettled with a process, on a goroutine that ends when
-// nothing is. mu is held.
+// nothing is, or when the process does not answer: then it is said with what
+// comes next, or at the next pause or resume. mu is held.
 func (n *Node) talk(l *link) {
-	if l.unsettled.talking || l.gone {
+	if l.unsettled.talking || l.gone || len(l.unsettled.freed)+len(l.unsettled.ended) == 0 {
 		return
 	}
 	l.unsettled.talking = true
 	go func() {
-		for {
-			n.mu.Lock()
-			freed, ended := cut(&l.unsettled.freed), cut(&l.unsettled.ended)
-			if len(freed)+len(ended) == 0 {
-				l.unsettled.talking = false
-				n.mu.Unlock()
-				return
-			}
-			n.mu.Unlock()
-			if err := n.say(l.who, freed, ended); err != nil && !errors.Is(err, ErrGone) {
-				// What it may use is not used again here: see Settle.
-				slog.Debug("settle", "peer", l.who.String(), "error", err)
-			}
+		for n.sayNext(l) {
 		}
 	}()
+}
+
+// sayNext says as much as goes into a message. It answers false when it is the
+// last for now.
+func (n *Node) sayNext(l *link) bool {
+	n.mu.Lock()
+	freed, ended := cut(&l.unsettled.freed), cut(&l.unsettled.ended)
+	n.mu.Unlock()
+	err := n.say(l.who, freed, ended)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if err != nil && !l.gone {
+		slog.Debug("settle", "peer", l.who.String(), "error", err)
+		l.unsettled.freed = append(freed, l.unsettled.freed...)
+		l.unsettled.ended = append(ended, l.unsettled.ended...)
+	}
+	l.unsettled.talking = err == nil && len(l.unsettled.freed)+len(l.unsettled.ended) > 0
+	return l.unsettled.talking
 }
 
 // cut takes the first parts off a list, as many as go into a message.

@@ -233,11 +233,15 @@ func (s *Session) Pause(tags string) error {
 	s.options.SetGuard(Closed)
 	s.mu.Unlock()
 	report, err := s.pause(ctx)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err != nil && !s.space.Whole() {
+		s.state, s.unfinished = Paused, false
+		return fmt.Errorf("pause: some memory is given back and could not be restored, so the process is paused; resume it: %w", err)
+	}
 	if err != nil {
 		return fmt.Errorf("pause: %w", err)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.state, s.unfinished, s.relied = Paused, false, nil
 	s.pauses++
 	s.last.pause = report
@@ -265,7 +269,9 @@ func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
 	r.Copy = clock.lap()
 	p, err := s.space.Vacate()
 	if err != nil {
-		s.standDown()
+		if s.space.Whole() {
+			s.standDown()
+		}
 		return r, fmt.Errorf("release: %w", err)
 	}
 	r.Release = clock.lap()

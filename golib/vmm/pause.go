@@ -210,7 +210,8 @@ func (s *Space) waitStreams() error {
 }
 
 // Vacate gives back what Save has copied, and lets go of peers' memory. If the
-// driver refuses, all is put back and the process is as before Save.
+// driver refuses, all is put back and the process is as before Save. If even
+// that fails, Whole is false, and Restore brings back what is missing.
 func (s *Space) Vacate() (Paused, error) {
 	defer s.structure.Unlock()
 	var p Paused
@@ -412,13 +413,28 @@ func (s *Space) Abandon() error {
 	})
 }
 
-// Resumed forgets the contents kept: from now on the memory is what counts.
+// Resumed forgets the contents kept of memory that is there: it is what counts.
 func (s *Space) Resumed() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range s.blocks {
-		b.contents, b.filling = nil, false
+		if b.live {
+			b.contents = nil
+		}
+		b.filling = false
 	}
+}
+
+// Whole tells whether all own memory is there.
+func (s *Space) Whole() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, b := range s.blocks {
+		if !b.live {
+			return false
+		}
+	}
+	return true
 }
 
 // Generation answers how often this process's memory was restored.
