@@ -329,6 +329,8 @@ func (n *Node) lost(who Identity) {
 		l := n.link(who)
 		l.gone = true
 		l.exports, l.told = map[uint64]bool{}, map[uint64]uint64{}
+		l.unsettled = unsettled{talking: l.unsettled.talking}
+		n.unusedBlocks(who.ID, func(uint64) bool { return true })
 		for _, c := range l.idle {
 			_ = c.Close()
 		}
