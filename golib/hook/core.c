@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -78,7 +79,7 @@ static amem_status load(void) {
         snprintf(status_text, sizeof status_text, "%.600s is not amem's core; install amem again", path);
         return AMEM_ERROR_CORE;
     }
-    struct amem_host host = {.abi = AMEM_CORE_ABI, .version = AMEM_VERSION, .config = config, .guard = &driver_guard};
+    struct amem_host host = {.abi = AMEM_CORE_ABI, .version = AMEM_VERSION, .config = config, .guard = &driver_guard, .launches = &driver_launches};
     amem_status result = (amem_status)init(&host, &core, status_text);
     if (result == AMEM_OK && (core.abi != AMEM_CORE_ABI || strcmp(core.version, AMEM_VERSION))) {
         snprintf(status_text, sizeof status_text,
@@ -93,17 +94,21 @@ static amem_status load(void) {
  * Loads the core as a guest. Its threads start with this thread's mask, and a
  * signal to the program is for the program's own threads: a handler that does
  * not ask for a stack of its own would run on one of Go's small ones. The
- * Go runtime takes two signals that nothing in the core sends or needs.
+ * Go runtime takes two signals that nothing in the core sends or needs, and
+ * raises the limit of open files, which is the program's to choose.
  */
 static amem_status load_as_guest(void) {
     static const int taken[] = {SIGPIPE, SIGURG};
     struct sigaction before[sizeof taken / sizeof *taken];
     sigset_t every, mask;
+    struct rlimit files;
+    bool limited = !getrlimit(RLIMIT_NOFILE, &files);
     sigfillset(&every);
     pthread_sigmask(SIG_SETMASK, &every, &mask);
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) sigaction(taken[i], NULL, &before[i]);
     amem_status result = load();
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) sigaction(taken[i], &before[i], NULL);
+    if (limited) setrlimit(RLIMIT_NOFILE, &files);
     pthread_sigmask(SIG_SETMASK, &mask, NULL);
     return result;
 }

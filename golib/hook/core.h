@@ -46,7 +46,8 @@ struct amem_host {
     uint32_t abi;
     const char *version;
     struct amem_config config;
-    int *guard; /* one of AMEM_GUARD_*, accessed atomically */
+    int *guard;          /* one of AMEM_GUARD_*, accessed atomically */
+    const int *launches; /* how many kernel launches are under way, accessed atomically */
 };
 
 #define AMEM_ERROR_TEXT 1024

@@ -11,6 +11,7 @@
 #include "hook.h"
 
 int driver_guard = AMEM_GUARD_OPEN;
+int driver_launches;
 
 /*
  * NCCL's allocator asks for the granularity, creates, reserves and maps on one
@@ -197,14 +198,21 @@ static CUresult multicast_bind_addr(CUmemGenericAllocationHandle multicast, size
     return real.MulticastBindAddr(multicast, offset, ptr, size, flags);
 }
 
-/* The result of launching a kernel of NCCL's that may not run now, or 0. The log tells it once a pause. */
-static CUresult guard(void) {
+/*
+ * Begins a launch of NCCL's; launched() must follow where it answers 0. It is
+ * counted before the guard is read, so that who has closed the guard and then
+ * sees no launch under way knows that none will come. The log tells a refusal
+ * once a pause.
+ */
+static CUresult launch(void) {
     static atomic_int told = AMEM_GUARD_OPEN;
-    int position = __atomic_load_n(&driver_guard, __ATOMIC_ACQUIRE);
+    __atomic_add_fetch(&driver_launches, 1, __ATOMIC_SEQ_CST);
+    int position = __atomic_load_n(&driver_guard, __ATOMIC_SEQ_CST);
     if (position == AMEM_GUARD_OPEN) {
-        told = AMEM_GUARD_OPEN;
+        if (told != AMEM_GUARD_OPEN) told = AMEM_GUARD_OPEN;
         return CUDA_SUCCESS;
     }
+    __atomic_sub_fetch(&driver_launches, 1, __ATOMIC_SEQ_CST);
     const char *text =
         position == AMEM_GUARD_PAUSED
             ? "amem refused a collective because NCCL's memory is paused: call amem.resume() first"
@@ -212,6 +220,11 @@ static CUresult guard(void) {
               "amem.resume() first";
     if (atomic_exchange(&told, position) != position) log_line(LOG_ERROR, "%s", text);
     return refuse(CUDA_ERROR_ILLEGAL_STATE, text);
+}
+
+static CUresult launched(CUresult result) {
+    __atomic_sub_fetch(&driver_launches, 1, __ATOMIC_SEQ_CST);
+    return result;
 }
 
 /* NCCL puts this text into the error that its caller sees. */
@@ -226,15 +239,15 @@ static CUresult error_string(CUresult error, const char **text) {
     static CUresult launch_kernel##suffix(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,           \
                                           unsigned int bx, unsigned int by, unsigned int bz, unsigned int shared,    \
                                           CUstream stream, void **params, void **extra) {                            \
-        CUresult refused = guard();                                                                                  \
+        CUresult refused = launch();                                                                                 \
         if (refused) return refused;                                                                                 \
-        return real.LaunchKernel[variant](f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);                 \
+        return launched(real.LaunchKernel[variant](f, gx, gy, gz, bx, by, bz, shared, stream, params, extra));       \
     }                                                                                                                \
-    static CUresult launch_kernel_ex##suffix(const CUlaunchConfig *launch, CUfunction f, void **params,              \
+    static CUresult launch_kernel_ex##suffix(const CUlaunchConfig *config, CUfunction f, void **params,              \
                                              void **extra) {                                                         \
-        CUresult refused = guard();                                                                                  \
+        CUresult refused = launch();                                                                                 \
         if (refused) return refused;                                                                                 \
-        return real.LaunchKernelEx[variant](launch, f, params, extra);                                               \
+        return launched(real.LaunchKernelEx[variant](config, f, params, extra));                                     \
     }
 LAUNCH_KERNEL(_legacy, 0)
 LAUNCH_KERNEL(_per_thread, 1)

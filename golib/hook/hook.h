@@ -49,6 +49,8 @@ int driver_entry_point_by_version(const char *symbol, void **function, unsigned 
 void *driver_wrap(const char *name, void *function);
 /* One of AMEM_GUARD_*; set by the core. */
 extern int driver_guard;
+/* How many launches of NCCL's are under way. */
+extern int driver_launches;
 
 /* core.c: libamem_nccl.so, loaded when NCCL first asks for the driver. */
 const struct amem_core *core_load(void); /* loads it on the first call; NULL on failure */

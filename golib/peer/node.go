@@ -116,6 +116,7 @@ type Node struct {
 	listener *net.UnixListener
 	closed   context.Context // ends with Close
 	end      context.CancelFunc
+	refused  sync.Once // tells of the first
 
 	mu         sync.Mutex
 	self       Identity

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"time"
 )
 
 // TimeoutError says whom a wait was for when its deadline passed.
@@ -133,11 +134,14 @@ func (n *Node) wait(ctx context.Context, missing func() []Identity, done func())
 	}
 }
 
+// retractTimeout bounds the wait for peers that did not answer before either.
+const retractTimeout = 5 * time.Second
+
 // retract takes a pause back and answers who has relied on it already. Who
 // does not answer may have.
 func (n *Node) retract(pause uint64) []Identity {
 	n.update(func() { n.readies = pause })
-	ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
+	ctx, cancel := context.WithTimeout(context.Background(), min(n.timeout, retractTimeout))
 	defer cancel()
 	var mu sync.Mutex
 	var relied []Identity

@@ -52,7 +52,7 @@ func (n *Node) serve(c conn) {
 		}
 	}()
 	if err := c.checkUser(); err != nil {
-		slog.Warn("refused a connection", "error", err)
+		n.refused.Do(func() { slog.Warn("refused a connection, and will refuse others without a word", "error", err) })
 		return
 	}
 	who, watch, err := n.greet(c)

@@ -66,6 +66,7 @@ type Options struct {
 	Timeout  time.Duration // of each pause and each resume
 	Space    vmm.Options
 	SetGuard func(Guard)
+	Launches func() int // kernel launches of NCCL's that are under way
 }
 
 // Session is the pausable memory of this process.
@@ -251,9 +252,14 @@ func (s *Session) Pause(tags string) error {
 
 func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
 	clock := newClock()
+	if err := s.launched(ctx); err != nil {
+		return r, err
+	}
 	if err := s.space.Synchronize(ctx); err != nil {
 		return r, fmt.Errorf("synchronize: %w", err)
 	}
+	s.space.Leave(true)
+	defer s.space.Leave(false)
 	relied, err := s.node.Quiesce(ctx)
 	if err != nil {
 		s.mu.Lock()
@@ -278,6 +284,19 @@ func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
 	r.Released, r.Detached, r.Copied = p.Released, p.Detached, p.Copied
 	r.Seconds = clock.total()
 	return r, nil
+}
+
+// launched waits until no thread is in a launch that it began before the guard
+// was closed. That takes microseconds, unless the device's queue is full.
+func (s *Session) launched(ctx context.Context) error {
+	for s.options.Launches() > 0 {
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("a thread that launches a collective has not come back: %w", ctx.Err())
+		case <-time.After(50 * time.Microsecond):
+		}
+	}
+	return nil
 }
 
 // standDown ends a pause that failed after all peers had relied on it.

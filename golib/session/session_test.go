@@ -29,9 +29,10 @@ func TestMain(m *testing.M) { simtest.Main(m) }
 // process is a Session as a process of its own would have it.
 type process struct {
 	*Session
-	guard  *atomic.Int32
-	own    []buffer // its memory
-	theirs []buffer // of peers, mapped here
+	guard    *atomic.Int32
+	launches *atomic.Int32
+	own      []buffer // its memory
+	theirs   []buffer // of peers, mapped here
 }
 
 type buffer struct {
@@ -51,10 +52,11 @@ func prop() cuda.Prop {
 
 func newProcess(t *testing.T, group int, timeout time.Duration) *process {
 	t.Helper()
-	p := &process{guard: &atomic.Int32{}}
+	p := &process{guard: &atomic.Int32{}, launches: &atomic.Int32{}}
 	s, err := New(simtest.Driver(), Options{
 		Group: group, Timeout: timeout, Space: vmm.Options{Arena: true, Timeout: timeout},
 		SetGuard: func(g Guard) { p.guard.Store(int32(g)) },
+		Launches: func() int { return int(p.launches.Load()) },
 	})
 	require.NoError(t, err)
 	p.Session = s
@@ -445,11 +447,29 @@ func TestOutOfMemory(t *testing.T) {
 	err = each(all, func(p *process) error { return p.hurried(p.Resume) })
 	require.ErrorIs(t, err, cuda.ErrOutOfMemory)
 	require.NoError(t, resumeNone(a, b))
-	require.Equal(t, used, simtest.Used(t, 0), "nothing is held after the failure")
+	require.Eventually(t, func() bool { return used == simtest.Used(t, 0) }, 5*time.Second, time.Millisecond,
+		"nothing is held after the failure")
 	require.NoError(t, simtest.Driver().Release(hog))
 	require.NoError(t, resumeAll(a, b))
 	intact(t, a, b)
 	connected(t, a, b)
+}
+
+// A launch that began before the guard was closed ends before memory is given back.
+func TestPauseWaitsForLaunches(t *testing.T) {
+	p := start(t, 1, 5*time.Second)[0]
+	used := simtest.Used(t, 0)
+	p.launches.Store(1)
+	paused := make(chan error, 1)
+	go func() { paused <- p.Pause("") }()
+	require.Eventually(t, func() bool { return p.position() == Closed }, 5*time.Second, time.Millisecond)
+	time.Sleep(20 * time.Millisecond) // time for a pause that does not wait
+	require.Equal(t, used, simtest.Used(t, 0))
+	p.launches.Store(0)
+	require.NoError(t, <-paused)
+	require.Less(t, simtest.Used(t, 0), used)
+	require.NoError(t, p.Resume(""))
+	intact(t, p)
 }
 
 // resumeNone says whether all processes are paused, with the guard closed.

@@ -120,6 +120,16 @@ type Paused struct {
 	Copied   uint64 // bytes kept on the host
 }
 
+// Leave says whether a pause is under way. What it is about to release is not
+// given to peers, who would keep it: one that has paused and resumes already
+// waits for the new memory.
+func (s *Space) Leave(leaving bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.leaving = leaving
+	s.broadcast()
+}
+
 // Save copies the contents of all own memory that a pause releases to the
 // arena. Kernels that could write to it must have ended, here and in all peers.
 // Until the matching Release or Forget, no block is made or freed.

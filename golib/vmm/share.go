@@ -135,7 +135,7 @@ func (s *Space) serveOne(ctx context.Context, to peer.Identity, id uint64) (fd i
 			s.mu.Unlock()
 			return -1, 0, peer.ErrGone
 		}
-		if b.live && b.fd >= 0 {
+		if b.live && b.fd >= 0 && (b.keep != "" || !s.leaving) {
 			defer s.mu.Unlock()
 			if to.Group != s.peers.Self().Group && b.keep == "" {
 				b.keep = KeepGroup

@@ -59,6 +59,7 @@ type Space struct {
 	nextHandle uint64
 	nextBlock  uint64
 	generation uint64 // of this process's memory: how often it was restored
+	leaving    bool   // a pause is under way
 	handles    map[cuda.Handle]*handle
 	blocks     map[uint64]*block  // own
 	slabs      map[class][]*block // those of blocks that are carved, oldest first

@@ -19,8 +19,8 @@ sys.path.append(str(ROOT / "tests"))
 from agent.ranks import RankError, Ranks
 from amem import _library
 
-__all__ = ["LIB", "MIB", "ROOT", "SIM", "RankError", "Ranks", "environment", "failure", "kinds", "memory", "needs_libraries"]
-__all__ += ["python", "ranks", "resident", "right", "run"]
+__all__ = ["LIB", "MIB", "ROOT", "SIM", "RankError", "Ranks", "environment", "failure", "kinds", "memory"]
+__all__ += ["needs_libraries", "python", "ranks", "resident", "right", "run"]
 
 MIB = 1 << 20
 

@@ -176,10 +176,10 @@ class Soak:
         late = self.random.random() < 0.2
         if late:
             self.group.all("launch", counts=[self.random.randint(1, 20_000) for _ in range(2)])
-        used = self.group.all("meminfo") if not late else None
+        used = self.group.all("meminfo")
+        self.most_used = [max(pair) for pair in zip(self.most_used, used)]
         failed = self.change("pause")
         left = self.group.all("meminfo")
-        self.most_used = [max(pair) for pair in zip(self.most_used, used or self.most_used)]
         # A peer's memory that can't be let go stays mapped, which keeps it on its owner's device.
         if not late and not failed & {"cuMemUnmap", "cuMemRelease"} and any(left):
             raise AssertionError(f"device memory in use while paused: {left}")
@@ -189,7 +189,7 @@ class Soak:
         self.change("resume")
         if late and any(wrong := self.group.all("collect")):
             raise AssertionError(f"all-reduces launched before the pause: wrong elements: {wrong}")
-        if used and not changed:
+        if not late and not changed:
             self.no_more_than(used)
         self.collective()
         self.counts["cycles"] += 1

@@ -338,6 +338,23 @@ def test_a_rank_that_is_stopped_and_goes_on(stay: Ranks, calls: dict[str, Calls]
     healthy(stay)
 
 
+def test_a_slow_ranks_memory_is_not_kept_by_one_that_resumes_already(stay: Ranks) -> None:
+    """It asks for the memory while the slow one still has what it is about to release."""
+    with guest(stay, AMEM_SIM_DELAYS=f"cuMemcpyDtoHAsync={int(TIMEOUT_S * 1e6 / 10)}") as trio:
+        trio.guest.start("pause")
+        trio.both("pause")
+        for process in trio.stay:
+            process.start("resume")
+        trio.guest.finish()
+        deadline = time.monotonic() + TIMEOUT_S / 2
+        while trio.guest.call("used_bytes", device=2):
+            assert time.monotonic() < deadline, "memory is not given back"
+        trio.guest.call("resume")
+        for process in trio.stay:
+            process.finish()
+        together_again(trio)
+
+
 @pytest.mark.parametrize("command", ["pause", "resume"])
 def test_a_rank_that_is_slow_is_waited_for(stay: Ranks, command: str) -> None:
     """Each of its calls takes a while, all of them less than the deadline."""

@@ -181,7 +181,7 @@ def test_a_peer_that_died_while_paused() -> None:
         for survivor in (0, 2):
             group[survivor].start("destroy", comm=0)
         assert group.collect([group[0], group[2]]) == [None, None]
-        assert [group[survivor].call("meminfo") for survivor in (0, 2)] == [0, 0]
+        memory(group, [0, 0], members=(0, 2))
 
 
 def test_a_peer_that_is_stopped_does_not_hold_others_longer_than_the_deadline() -> None:

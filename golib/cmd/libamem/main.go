@@ -12,7 +12,8 @@ package main
 #include "../../hook/amem.h"
 #include "../../hook/core.h"
 
-static inline void amem_set_guard(int *guard, int value) { __atomic_store_n(guard, value, __ATOMIC_RELEASE); }
+static inline void amem_set_guard(int *guard, int value) { __atomic_store_n(guard, value, __ATOMIC_SEQ_CST); }
+static inline int amem_launches(const int *launches) { return __atomic_load_n(launches, __ATOMIC_SEQ_CST); }
 */
 import "C"
 
@@ -55,12 +56,13 @@ func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 		return C.AMEM_ERROR_NO_DRIVER
 	}
 	timeout := time.Duration(float64(config.timeout_seconds) * float64(time.Second))
-	guard := host.guard
+	guard, launches := host.guard, host.launches
 	s, err := session.New(driver, session.Options{
 		Group:    int(config.group),
 		Timeout:  timeout,
 		Space:    vmm.Options{Arena: config.arena != 0, ControlOnly: config.control_only != 0, Timeout: timeout},
 		SetGuard: func(g session.Guard) { C.amem_set_guard(guard, C.int(g)) },
+		Launches: func() int { return int(C.amem_launches(launches)) },
 	})
 	if err != nil {
 		return controlError(err, text)
