@@ -41,8 +41,17 @@ def simulated() -> bool:
     return not os.path.exists("/dev/nvidiactl")
 
 
-def _existing(folder: str, name: str) -> str:
-    return folder if os.path.isdir(folder) else str(ROOT / "build" / name)
+def library_folder() -> str:
+    """The installed libraries, which are what users get, or else this checkout's."""
+    folder = _library.folder()
+    return folder if os.path.isdir(folder) else str(ROOT / "build" / "lib")
+
+
+def simulator_folder() -> str:
+    """This checkout's simulator, or else the installed one, which has no variants for tests."""
+    folder = str(ROOT / "build" / "sim")
+    chosen = os.environ.get("AMEM_SIM_LIBRARY_DIR")
+    return chosen or (folder if os.path.isdir(folder) else _library.simulator_folder())
 
 
 class Ranks(_ranks.Ranks):
@@ -57,8 +66,8 @@ class Ranks(_ranks.Ranks):
         timeout: float = 60.0,
     ) -> None:
         folders = {
-            "AMEM_LIBRARY_DIR": _existing(_library.folder(), "lib"),
-            "AMEM_SIM_LIBRARY_DIR": _existing(_library.simulator_folder(), "sim"),
+            "AMEM_LIBRARY_DIR": library_folder(),
+            "AMEM_SIM_LIBRARY_DIR": simulator_folder(),
         }
         super().__init__(
             count,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "python"))
 sys.path.append(str(ROOT / "tests"))
 
-from agent.ranks import RankError, Ranks
+from agent.ranks import RankError, Ranks, library_folder, simulator_folder
 from amem import _library
 
 __all__ = ["LIB", "MIB", "ROOT", "SIM", "RankError", "Ranks", "environment", "failure", "kinds", "memory"]
@@ -25,12 +25,8 @@ __all__ += ["needs_libraries", "python", "ranks", "resident", "right", "run"]
 MIB = 1 << 20
 
 
-def _existing(folder: str, name: str) -> Path:
-    return Path(folder) if os.path.isdir(folder) else ROOT / "build" / name
-
-
-LIB = _existing(_library.folder(), "lib")
-SIM = _existing(_library.simulator_folder(), "sim")
+LIB = Path(library_folder())
+SIM = Path(simulator_folder())
 
 # A wait that should have ended is an error soon, and of amem before it is one of NCCL's or of the harness.
 LIMITS = {"AMEM_TIMEOUT_S": "8", "NCCL_STANDIN_TIMEOUT_S": "20"}
