@@ -301,7 +301,7 @@ def main() -> int:
                 reason = "the budget is spent" if left < 15 else "an earlier step failed"
                 rows.append(_row(step, launch.Outcome("NOT RUN", 0.0, [], reason, "")))
                 continue
-            step.deadline = min(step.deadline, left)
+            step.deadline = min(step.deadline + step.params.get("cycles", 0), left)
             row = run_step(step, setup)
             rows.append(row)
             print(f"{row['step']}: {row['status']} in {row['seconds']:.1f} s {row['reason'][:400]}", flush=True)
