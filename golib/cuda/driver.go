@@ -264,6 +264,14 @@ func (d *Driver) ContextOf(device int32) (Context, error) {
 	return Context(uintptr(unsafe.Pointer(ctx))), err
 }
 
+// DeviceCount answers how many devices there are. It fails where the driver
+// could not be initialised, as without any.
+func (d *Driver) DeviceCount() (int, error) {
+	var count C.int
+	err := d.done("cuDeviceGetCount", C.amem_DeviceGetCount(&count))
+	return int(count), err
+}
+
 // UUID answers the device's 16 bytes.
 func (d *Driver) UUID(device int) ([16]byte, error) {
 	var c C.CUuuid

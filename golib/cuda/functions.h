@@ -10,6 +10,7 @@
 /* X(short name, exported name, parameters, arguments) */
 #define AMEM_DRIVER_FUNCTIONS(X)                                                                                      \
     X(GetErrorName, "cuGetErrorName", (CUresult r, const char **name), (r, name))                                     \
+    X(DeviceGetCount, "cuDeviceGetCount", (int *count), (count))                                                      \
     X(DeviceGetUuid, "cuDeviceGetUuid_v2", (CUuuid * uuid, CUdevice dev), (uuid, dev))                                \
     X(CtxGetCurrent, "cuCtxGetCurrent", (CUcontext * ctx), (ctx))                                                     \
     X(CtxGetDevice, "cuCtxGetDevice", (CUdevice * dev), (dev))                                                        \

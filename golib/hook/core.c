@@ -79,7 +79,13 @@ static amem_status load(void) {
         snprintf(status_text, sizeof status_text, "%.600s is not amem's core; install amem again", path);
         return AMEM_ERROR_CORE;
     }
-    struct amem_host host = {.abi = AMEM_CORE_ABI, .version = AMEM_VERSION, .config = config, .guard = &driver_guard, .launches = &driver_launches};
+    struct amem_host host = {
+        .abi = AMEM_CORE_ABI,
+        .version = AMEM_VERSION,
+        .config = config,
+        .guard = &driver_guard,
+        .launches = &driver_launches,
+    };
     amem_status result = (amem_status)init(&host, &core, status_text);
     if (result == AMEM_OK && (core.abi != AMEM_CORE_ABI || strcmp(core.version, AMEM_VERSION))) {
         snprintf(status_text, sizeof status_text,

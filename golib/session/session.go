@@ -56,6 +56,7 @@ const Tag = "nccl"
 // The errors that callers tell apart, beside those of vmm, offload and peer.
 var (
 	ErrNoCuMem  = errors.New("NCCL allocates no memory that can be paused")
+	ErrNoDevice = errors.New("there is nothing to pause, since CUDA has no device in this process; see nvidia-smi and CUDA_VISIBLE_DEVICES")
 	ErrArgument = errors.New("invalid argument")
 	ErrState    = errors.New("not possible now")
 )
@@ -226,6 +227,9 @@ func (s *Session) Pause(tags string) error {
 	if len(s.space.Devices()) == 0 {
 		if os.Getenv("NCCL_CUMEM_ENABLE") == "0" {
 			return ErrNoCuMem
+		}
+		if _, err := s.driver.DeviceCount(); err != nil {
+			return fmt.Errorf("%w: %w", ErrNoDevice, err)
 		}
 		slog.Warn("pause: NCCL has no memory in this process: nothing to do")
 		return nil

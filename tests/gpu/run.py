@@ -85,7 +85,7 @@ def steps(cycles: int, rounds: int) -> list[Step]:
     lonely.env["AMEM_TIMEOUT_S"] = "3"
     return [
         *result,
-        Step("two jobs on the same GPUs", "colocated", {"cycles": few, **small}, jobs=jobs),
+        Step("two jobs on the same GPUs", "colocated", {"cycles": cycles, **small}, jobs=jobs),
         Step("groups come and go", "churn", {"groups": 2, "rounds": rounds, **small}, deadline=90),
         Step("misuse", "misuse", small, quick=True),
         lonely,

@@ -289,6 +289,8 @@ func controlError(err error, text *C.char) C.int {
 		return C.AMEM_ERROR_INVALID_STATE
 	case errors.Is(err, session.ErrNoCuMem):
 		return C.AMEM_ERROR_NO_CUMEM
+	case errors.Is(err, session.ErrNoDevice):
+		return C.AMEM_ERROR_NO_DRIVER
 	case errors.As(err, &oom):
 		return C.AMEM_ERROR_OUT_OF_MEMORY
 	case errors.As(err, &host):
