@@ -131,7 +131,10 @@ type Node struct {
 
 // Listen starts to serve peers. timeout bounds each answer to a peer.
 func Listen(group int, handler Handler, timeout time.Duration) (*Node, error) {
-	n := &Node{handler: handler, timeout: timeout, links: map[ID]*link{}, users: map[Part]map[ID]bool{}, changed: make(chan struct{})}
+	n := &Node{
+		handler: handler, timeout: timeout,
+		links: map[ID]*link{}, users: map[Part]map[ID]bool{}, changed: make(chan struct{}),
+	}
 	n.self = Identity{PID: os.Getpid(), Group: group}
 	if _, err := rand.Read(n.self.ID[:]); err != nil {
 		return nil, err
@@ -466,7 +469,8 @@ func (n *Node) Drop(owner Identity, block uint64) {
 	go func() {
 		ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
 		defer cancel()
-		if _, _, err := n.request(ctx, owner, message{Kind: kindDrop, Blocks: []uint64{block}, Number: number}); err != nil && !errors.Is(err, ErrGone) {
+		_, _, err := n.request(ctx, owner, message{Kind: kindDrop, Blocks: []uint64{block}, Number: number})
+		if err != nil && !errors.Is(err, ErrGone) {
 			slog.Debug("drop", "owner", owner.String(), "error", err)
 		}
 	}()

@@ -228,8 +228,8 @@ func (s *Session) Pause(tags string) error {
 		if os.Getenv("NCCL_CUMEM_ENABLE") == "0" {
 			return ErrNoCuMem
 		}
-		if _, err := s.driver.DeviceCount(); err != nil {
-			return fmt.Errorf("%w: %w", ErrNoDevice, err)
+		if count, err := s.driver.DeviceCount(); count == 0 {
+			return errors.Join(ErrNoDevice, err)
 		}
 		slog.Warn("pause: NCCL has no memory in this process: nothing to do")
 		return nil

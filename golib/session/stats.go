@@ -45,7 +45,8 @@ func (s *Session) Stats(version string) Stats {
 	devices, resident := s.space.Usage()
 	stats := Stats{
 		Version: version, PID: self.PID, ProcessID: self.ID.String(), Group: self.Group,
-		Devices: devices, Resident: resident, Peers: []PeerStats{}, Host: HostStats{Arena: s.arena.Bytes()}, DriverCalls: s.driver.Calls(),
+		Devices: devices, Resident: resident, Host: HostStats{Arena: s.arena.Bytes()}, Peers: []PeerStats{},
+		DriverCalls: s.driver.Calls(),
 	}
 	for _, d := range devices {
 		stats.DeviceBytes += d.Device
