@@ -300,13 +300,8 @@ func eachLive(p cuda.Ptr, size uint64, mappings []addressRange, call func(cuda.P
 func (s *Space) SetAccess(p cuda.Ptr, size uint64, access []cuda.Access) error {
 	s.structure.RLock()
 	defer s.structure.RUnlock()
-	for _, a := range access {
-		// Another device may not even be used by this process.
-		if current, err := s.driver.CurrentDevice(); err == nil && a.LocationType == cuda.LocationDevice && a.Location == current {
-			if _, err := s.device(a.Location); err != nil {
-				return err
-			}
-		}
+	if err := s.noteDevice(access); err != nil {
+		return err
 	}
 	s.mu.Lock()
 	if h, _, m := s.find(p); h != nil && m == nil {
@@ -342,6 +337,21 @@ func (s *Space) SetAccess(p cuda.Ptr, size uint64, access []cuda.Access) error {
 		r.m.access = append(r.m.access, without(access, r.m.access)...)
 	}
 	return nil
+}
+
+// noteDevice notes the calling thread's device if it is given access: NCCL is
+// about to use it. Others that are may not even be used by this process.
+func (s *Space) noteDevice(access []cuda.Access) error {
+	current, err := s.driver.CurrentDevice()
+	if err != nil { // no context: nothing is about to be used
+		return nil
+	}
+	for _, a := range access {
+		if a.LocationType == cuda.LocationDevice && a.Location == current {
+			_, err = s.device(current)
+		}
+	}
+	return err
 }
 
 // without answers the rights that are not in have.

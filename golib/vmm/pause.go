@@ -235,7 +235,7 @@ func (s *Space) Vacate() (Paused, error) {
 			if err := s.evaporate(b); err != nil {
 				return errors.Join(err, s.putBack(blocks[:i]), s.waitStreams())
 			}
-			s.washed(b)
+			s.freeDirty(b)
 		}
 		for _, b := range s.attached() {
 			// A peer's memory that can't be let go stays mapped: nothing is
@@ -255,9 +255,9 @@ func (s *Space) Vacate() (Paused, error) {
 	return p, nil
 }
 
-// washed makes what is dirty free: the block's next memory is new, and Save has
-// kept nothing of it.
-func (s *Space) washed(b *block) {
+// freeDirty makes what is dirty free, uncleared: the block's next memory is new,
+// and Save has kept nothing of it.
+func (s *Space) freeDirty(b *block) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, part := range b.dirty {
