@@ -10,13 +10,17 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import re
 import statistics
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +41,10 @@ MEMORY_SLACK = 32 << 20
 GIVEN_BACK = 0.99
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+
+# How NCCL moves an all-reduce: each pair is forced on a group of its own.
+PROTOCOLS = ("LL", "LL128", "Simple")
+ALGORITHMS = ("Ring", "Tree")
 
 
 class CheckFailed(Exception):
@@ -343,6 +351,85 @@ class Rank:
         return values
 
 
+class Storm:
+    """Thousands of collectives on groups of all ranks, every element of each compared, on the device.
+
+    Nothing waits for a result: wrong elements are counted on the device and
+    the host looks at the counts in settle(). What a member sends is a part of
+    its row of a table that every rank has, at an offset of its own each time.
+    """
+
+    KINDS = (*COLLECTIVES[:5],) * 4 + COLLECTIVES[5:]
+
+    def __init__(self, r: Rank, groups: list[Group], max_elements: int) -> None:
+        self.rank, self.world, self.groups, self.max_elements = r.rank, r.world, groups, max_elements
+        self.random = random.Random(f"{r.seed} {groups[0].name}")
+        generator = torch.Generator(r.device)
+        self.table = torch.empty((r.world, 2 * max_elements), dtype=torch.int32, device=r.device)
+        for member in range(r.world):
+            generator.manual_seed((r.seed + member) & (2**63 - 1))
+            self.table[member].random_(-(2**31), 2**31 - 1, generator=generator)
+        self.sums = torch.zeros_like(self.table[0])
+        for row in self.table:
+            self.sums += row  # wraps, as NCCL's sums do
+        self.output = torch.zeros(max_elements, dtype=torch.int32, device=r.device)
+        self.wrong = torch.zeros(len(groups), dtype=torch.int64, device=r.device)
+        self.done = 0
+
+    def add(self, group: Group) -> None:
+        self.groups.append(group)
+        self.wrong = torch.cat([self.wrong, self.wrong.new_zeros(1)])
+
+    def elements(self, limit: int) -> int:
+        """From 1 to the limit; as many below its square root as above."""
+        return int(limit ** self.random.random())
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            which = self.random.randrange(len(self.groups))
+            kind = self.random.choice(self.KINDS)
+            self.one(which, kind, self.elements(self.max_elements // self.world))
+
+    def one(self, which: int, kind: str, n: int) -> None:
+        """n elements a rank; all ranks draw the same numbers."""
+        world, me, handle = self.world, self.rank, self.groups[which].handle
+        at = self.random.randrange(2 * self.max_elements - world * n + 1)
+        mine = self.table[me, at : at + world * n]
+        small, large = self.output[:n], self.output[: world * n]
+        if kind == "all_reduce":
+            got, wanted = large, self.sums[at : at + world * n]
+            got.copy_(mine)
+            dist.all_reduce(got, group=handle)
+        elif kind == "all_gather":
+            got, wanted = large.view(world, n), self.table[:, at : at + n]
+            dist.all_gather_into_tensor(large, mine[:n], group=handle)
+        elif kind == "reduce_scatter":
+            got, wanted = small, self.sums[at + me * n : at + me * n + n]
+            dist.reduce_scatter_tensor(small, mine, group=handle)
+        elif kind == "all_to_all":
+            got, wanted = large.view(world, n), self.table[:, at + me * n : at + me * n + n]
+            dist.all_to_all_single(large, mine, group=handle)
+        elif kind == "broadcast":
+            root = self.random.randrange(world)
+            got, wanted = large, self.table[root, at : at + world * n]
+            if me == root:
+                got.copy_(wanted)
+            dist.broadcast(got, src=root, group=handle)
+        else:
+            left, right = (me - 1) % world, (me + 1) % world
+            got, wanted = large, self.table[left, at : at + world * n]
+            sent = dist.P2POp(dist.isend, mine, right, handle)
+            for request in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, got, left, handle)]):
+                request.wait()
+        self.wrong[which] += (got != wanted).sum()
+        self.done += 1
+
+    def settle(self) -> None:
+        counts = self.wrong.tolist()
+        bad = ", ".join(f"{n} on {g.name}" for g, n in zip(self.groups, counts) if n)
+        check(not bad, f"wrong elements after {self.done} collectives: {bad}")
+
+
 # Scenarios. Each returns what the table should say besides the rank's summary.
 
 
@@ -440,6 +527,115 @@ def _capture(
             dist.all_gather_into_tensor(parts, source, group=group.handle)
     torch.cuda.synchronize()
     return inputs, sums, gathered, captured
+
+
+def stress(r: Rank) -> dict[str, Any]:
+    """Each protocol and algorithm on a group of its own, in graphs too: thousands of collectives after each resume."""
+    descriptor, log = tempfile.mkstemp(prefix="gpu-step-")
+    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="TUNING", NCCL_DEBUG_FILE=log)
+    world = r.start()
+    storm = Storm(r, [world], r.source.numel() - GUARD)
+    made = storm.groups
+    for algorithm in ALGORITHMS:
+        for protocol in PROTOCOLS:
+            r.stage(f"first collectives, {algorithm} {protocol}")
+            group = r.new_group(f"{algorithm} {protocol}")
+            assert group is not None
+            storm.add(group)
+            # Read when the communicator is made, which is at its first collective.
+            os.environ.update(NCCL_ALGO=f"allreduce:{algorithm}", NCCL_PROTO=protocol)
+            for kind in COLLECTIVES:
+                storm.one(len(made) - 1, kind, 1 << 10)
+                storm.one(len(made) - 1, kind, storm.max_elements // r.world)
+    storm.settle()
+    if r.rank == 0:  # which logs what a communicator takes
+        check(forced(Path(log).read_text()), "NCCL did not take the protocols and algorithms that were asked for")
+    os.close(descriptor)
+    os.unlink(log)  # NCCL writes on, to nobody
+
+    r.stage("capture")
+    storm.run(200)
+    torch.cuda.synchronize()
+    r.peers.barrier()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+        storm.run(20 * len(made))
+    torch.cuda.synchronize()
+
+    for _ in range(int(r.params["cycles"])):
+        r.stage(f"cycle {r.cycles}")
+        before = r.pause()
+        r.scribble()
+        r.resume(before)
+        if r.cycles % 2:  # first a graph, or first what the host launches
+            captured.replay()
+        storm.run(int(r.params["collectives"]))
+        captured.replay()
+        storm.settle()
+    r.stage("destroy")
+    captured.reset()
+    r.finish(made)
+    replayed = 20 * len(made) * (r.cycles + (r.cycles + 1) // 2)
+    return {"note": f"{storm.done} collectives, {replayed} replayed in graphs", "collectives": storm.done + replayed}
+
+
+def forced(log: str) -> bool:
+    """Whether NCCL's log of rank 0 has an all-reduce with each algorithm and protocol."""
+    taken = set(re.findall(r"AllReduce: \d+ Bytes -> Algo (\S+) proto (\S+)", log))
+    return {(a.upper(), p.upper()) for a, p in taken} >= {(a.upper(), p.upper()) for a in ALGORITHMS for p in PROTOCOLS}
+
+
+def connecting(r: Rank) -> dict[str, Any]:
+    """Communicators made by several threads while others launch, in several rounds."""
+    world = r.start()
+    elements = 1 << 18
+    busy = Storm(r, [world], elements)
+    busy.run(20)
+    busy.settle()
+    collectives = 0
+    for number in range(int(r.params["rounds"])):
+        r.stage(f"round {number}: connect")
+        made = [g for i in range(int(r.params["groups"])) if (g := r.new_group(f"round{number}-{i}"))]
+        storms = [Storm(r, [group], elements) for group in made]
+        torch.cuda.synchronize()
+        r.peers.barrier()
+        # NCCL makes a group's communicator at its first collective: in these threads, all at once.
+        in_threads([busy, *storms], 100)
+        r.stage(f"round {number}: pause")
+        before = r.pause()
+        r.scribble()
+        r.resume(before)
+        r.stage(f"round {number}: after")
+        in_threads([busy, *storms], 100)
+        collectives += sum(s.done for s in storms)
+        r.stage(f"round {number}: destroy")
+        for group in made:
+            r.destroy(group)
+        r.peers.barrier()
+    r.finish([world])
+    return {"note": f"{collectives + busy.done} collectives, each group in a thread of its own"}
+
+
+def in_threads(storms: list[Storm], count: int) -> None:
+    """Runs each storm's collectives in a thread and on a stream of its own."""
+    failures: list[BaseException] = []
+
+    def work(storm: Storm) -> None:
+        try:
+            torch.cuda.set_device(storm.table.device)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                storm.run(count)
+                storm.settle()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in storms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def churn(r: Rank) -> dict[str, Any]:
@@ -803,6 +999,8 @@ SCENARIOS: dict[str, Callable[[Rank], dict[str, Any]]] = {
         groups,
         split,
         graph,
+        stress,
+        connecting,
         churn,
         colocated,
         misuse,

@@ -80,11 +80,21 @@ def steps(cycles: int, rounds: int) -> list[Step]:
     control = Step("protocol LL128, control only", "groups", {"groups": 1, "cycles": cycles, **small})
     control.env.update({"NCCL_PROTO": "LL128", "AMEM_NCCL_OFFLOAD_FREE_TAG": "7"})
     result.append(control)
+    rates = {"cycles": cycles, "collectives": 2000, **small}
+    storm = Step("stress", "stress", rates, deadline=90)
+    controls = Step("stress, control regions only", "stress", rates, deadline=90)
+    controls.env["AMEM_NCCL_OFFLOAD_FREE_TAG"] = "7"
+    threads = Step("connecting in several threads", "connecting", {"groups": 6, "rounds": rounds, **small})
+    # Few enough blocks for the kernels of all groups to run at once: else they may wait for each other, amem or not.
+    threads.env.update({"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     jobs = [{"AMEM_GROUPID": "100"}, {"AMEM_GROUPID": "200"}]
     lonely = Step("one rank pauses alone", "lonely", small)
     lonely.env["AMEM_TIMEOUT_S"] = "3"
     return [
         *result,
+        storm,
+        controls,
+        threads,
         Step("two jobs on the same GPUs", "colocated", {"cycles": cycles, **small}, jobs=jobs),
         Step("groups come and go", "churn", {"groups": 2, "rounds": rounds, **small}, deadline=90),
         Step("misuse", "misuse", small, quick=True),
