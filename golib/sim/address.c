@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include "internal.h"
 
@@ -252,10 +253,44 @@ static CUresult check_access(uint64_t base, uint64_t size, const CUmemAccessDesc
     return CUDA_SUCCESS;
 }
 
+/* Calls for each mapping of the range. Callers hold sim_tables_lock. */
+static bool any_changing(uint64_t base, uint64_t size)
+{
+    for (uint64_t at = base; at < base + size;) {
+        const struct sim_mapping *mapping = sim_range_find(&sim_mappings, at, 1);
+        if (mapping->changing)
+            return true;
+        at += mapping->range.size;
+    }
+    return false;
+}
+
+static void mark_changing(uint64_t base, uint64_t size, bool changing)
+{
+    for (uint64_t at = base; at < base + size;) {
+        struct sim_mapping *mapping = sim_range_find(&sim_mappings, at, 1);
+        mapping->changing = changing;
+        at += mapping->range.size;
+    }
+}
+
 static CUresult set_access(uint64_t base, uint64_t size, const CUmemAccessDesc *access, size_t count)
 {
     pthread_mutex_lock(&sim_tables_lock);
     CUresult result = check_access(base, size, access, count);
+    /* Seen on H200: of two threads that give access to one mapping at once, one gets this. */
+    if (!result && any_changing(base, size))
+        result = CUDA_ERROR_ALREADY_MAPPED;
+    if (!result) {
+        mark_changing(base, size, true);
+        pthread_mutex_unlock(&sim_tables_lock);
+        nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+        pthread_mutex_lock(&sim_tables_lock);
+        if (is_whole(base, size)) /* else another thread has unmapped some of it meanwhile */
+            mark_changing(base, size, false);
+        else
+            result = CUDA_ERROR_INVALID_VALUE;
+    }
     for (uint64_t at = base; !result && at < base + size;) {
         struct sim_mapping *mapping = sim_range_find(&sim_mappings, at, 1);
         at += mapping->range.size;

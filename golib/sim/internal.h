@@ -196,6 +196,7 @@ struct sim_mapping {
     struct sim_rights rights;
     CUcontext owner;    /* of memory by cuMemAlloc */
     uint64_t requested; /* size that cuMemAlloc was asked for */
+    bool changing;      /* a thread is giving access */
 };
 /* Callers hold sim_tables_lock. */
 extern void *sim_mappings;

@@ -25,7 +25,7 @@ static CUresult allocate(CUcontext context, CUdeviceptr *out, uint64_t size)
         return result;
     }
     uint64_t bit = UINT64_C(1) << context->device;
-    *mapping = (struct sim_mapping){{0, trailer.size}, physical, {bit, bit}, context, size};
+    *mapping = (struct sim_mapping){{0, trailer.size}, physical, {bit, bit}, context, size, false};
     pthread_mutex_lock(&sim_tables_lock);
     if (!sim_map_file(mapping, false)) {
         result = CUDA_ERROR_OUT_OF_MEMORY;

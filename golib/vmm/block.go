@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"amem/golib/cuda"
 	"amem/golib/offload"
@@ -33,6 +34,12 @@ type block struct {
 	slab  bool // carved; a block that isn't belongs to one handle
 	class class
 	home  cuda.Ptr // where it is mapped as a whole; 0: nowhere of our choosing
+
+	// rights is held while threads of NCCL's, or an Attach, change where the
+	// block is mapped and who has access: the driver fails one of two threads
+	// that give access to one mapping at once (CUDA_ERROR_ALREADY_MAPPED, seen
+	// on H200). It is taken after Space.structure and before Space.mu.
+	rights sync.Mutex
 
 	// Guarded by mu.
 	live       bool // it has physical memory

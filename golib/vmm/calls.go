@@ -214,13 +214,17 @@ func (s *Space) Map(p cuda.Ptr, size, offset uint64, id cuda.Handle, flags uint6
 		h.mapped++
 		return nil
 	}
-	live := b.live
 	s.mu.Unlock()
 	if b.slab || (b.owner != nil && h.size != b.size) {
 		return fmt.Errorf("NCCL maps a part of a slab at another address, which the driver can't do; set AMEM_ARENA=0: %w",
 			cuda.ErrNotSupported)
 	}
 	m := &mapping{at: p, size: size, block: b}
+	b.rights.Lock()
+	defer b.rights.Unlock()
+	s.mu.Lock()
+	live := b.live
+	s.mu.Unlock()
 	if live {
 		if err := s.driver.Map(p, size, offset, b.phys, flags); err != nil {
 			return err
@@ -305,22 +309,8 @@ func (s *Space) SetAccess(p cuda.Ptr, size uint64, access []cuda.Access) error {
 	}
 	s.mu.Lock()
 	if h, _, m := s.find(p); h != nil && m == nil {
-		b := h.block
-		missing := without(access, b.access)
-		live := b.live
 		s.mu.Unlock()
-		if len(missing) == 0 {
-			return nil
-		}
-		if live {
-			if err := s.driver.SetAccess(b.home, b.size, missing); err != nil {
-				return err
-			}
-		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		b.access = append(b.access, without(missing, b.access)...)
-		return nil
+		return s.widen(h.block, access)
 	}
 	found := s.mappingsIn(p, size)
 	s.mu.Unlock()
@@ -336,6 +326,25 @@ func (s *Space) SetAccess(p cuda.Ptr, size uint64, access []cuda.Access) error {
 	for _, r := range found {
 		r.m.access = append(r.m.access, without(access, r.m.access)...)
 	}
+	return nil
+}
+
+// widen gives locations access to the block at its home. structure is held.
+func (s *Space) widen(b *block, access []cuda.Access) error {
+	b.rights.Lock()
+	defer b.rights.Unlock()
+	s.mu.Lock()
+	missing := without(access, b.access)
+	live := b.live
+	s.mu.Unlock()
+	if live && len(missing) > 0 {
+		if err := s.driver.SetAccess(b.home, b.size, missing); err != nil {
+			return err
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b.access = append(b.access, missing...)
 	return nil
 }
 

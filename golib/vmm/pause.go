@@ -564,6 +564,8 @@ func (s *Space) reattach(b *block, fd int, generation uint64) error {
 	if freed {
 		return nil
 	}
+	b.rights.Lock()
+	defer b.rights.Unlock()
 	if b.live { // of an earlier generation
 		if err := s.evaporate(b); err != nil {
 			return err
