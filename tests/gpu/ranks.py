@@ -586,46 +586,52 @@ def forced(log: str) -> bool:
 
 
 def connecting(r: Rank) -> dict[str, Any]:
-    """Communicators made by several threads while others launch, in several rounds."""
+    """Communicators made and connected by several threads at once, while collectives are under way on another."""
     world = r.start()
     elements = 1 << 18
     busy = Storm(r, [world], elements)
-    busy.run(20)
+    busy.run(100)
     busy.settle()
     collectives = 0
     for number in range(int(r.params["rounds"])):
-        r.stage(f"round {number}: connect")
         made = [g for i in range(int(r.params["groups"])) if (g := r.new_group(f"round{number}-{i}"))]
         storms = [Storm(r, [group], elements) for group in made]
-        torch.cuda.synchronize()
-        r.peers.barrier()
-        # NCCL makes a group's communicator at its first collective: in these threads, all at once.
-        in_threads([busy, *storms], 100)
+        for kind in COLLECTIVES:  # the first makes the communicators, and each connects in its own way
+            r.stage(f"round {number}: first {kind}")
+            at_once(r, busy, storms, kind)
         r.stage(f"round {number}: pause")
         before = r.pause()
         r.scribble()
         r.resume(before)
-        r.stage(f"round {number}: after")
-        in_threads([busy, *storms], 100)
+        for kind in COLLECTIVES:
+            r.stage(f"round {number}: {kind} after")
+            at_once(r, busy, storms, kind)
+        for storm in (busy, *storms):
+            storm.settle()
         collectives += sum(s.done for s in storms)
         r.stage(f"round {number}: destroy")
         for group in made:
             r.destroy(group)
         r.peers.barrier()
     r.finish([world])
-    return {"note": f"{collectives + busy.done} collectives, each group in a thread of its own"}
+    return {"note": f"{collectives} collectives in threads, {busy.done} under way meanwhile"}
 
 
-def in_threads(storms: list[Storm], count: int) -> None:
-    """Runs each storm's collectives in a thread and on a stream of its own."""
+def at_once(r: Rank, busy: Storm, storms: list[Storm], kind: str) -> None:
+    """A collective on each storm, in a thread and on a stream of its own, while others are under way.
+
+    What is under way must not need a thread that may be waiting for the
+    driver: all ranks have launched it before, and no thread waits for its own.
+    """
     failures: list[BaseException] = []
+    busy.run(100)
+    r.peers.barrier()
 
     def work(storm: Storm) -> None:
         try:
-            torch.cuda.set_device(storm.table.device)
+            torch.cuda.set_device(r.device)
             with torch.cuda.stream(torch.cuda.Stream()):
-                storm.run(count)
-                storm.settle()
+                storm.one(0, kind, storm.max_elements // r.world)
         except BaseException as error:
             failures.append(error)
 
@@ -636,6 +642,8 @@ def in_threads(storms: list[Storm], count: int) -> None:
         thread.join()
     if failures:
         raise failures[0]
+    torch.cuda.synchronize()
+    r.peers.barrier()
 
 
 def churn(r: Rank) -> dict[str, Any]:
