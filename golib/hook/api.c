@@ -47,6 +47,16 @@ PUBLIC amem_status amem_enable(void) {
     return status;
 }
 
+/*
+ * In a child of fork(), on its only thread. The lock may be held by a thread
+ * that the child does not have, half way through enable_locked, which can be
+ * begun again. Taking it before the fork would make the fork wait for that
+ * thread, and for what it waits for in the dynamic linker.
+ */
+static void renew_enabling(void) { pthread_mutex_init(&enabling, NULL); }
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, renew_enabling); }
+
 /* Under LD_PRELOAD nobody calls amem_enable: preloading the library is the wish. */
 __attribute__((constructor)) static void enable_when_preloaded(void) {
     const char *preload = getenv("LD_PRELOAD");

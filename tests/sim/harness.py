@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,8 @@ sys.path.append(str(ROOT / "tests"))
 from agent.ranks import RankError, Ranks, library_folder, simulator_folder
 from amem import _library
 
-__all__ = ["LIB", "MIB", "ROOT", "SIM", "RankError", "Ranks", "environment", "failure", "kinds", "memory"]
-__all__ += ["needs_libraries", "python", "ranks", "resident", "right", "run"]
+__all__ = ["LIB", "MIB", "ROOT", "SIM", "CallLog", "RankError", "Ranks", "environment", "failure", "kinds", "memory"]
+__all__ += ["needs_libraries", "outcome", "places", "python", "ranks", "resident", "right", "run"]
 
 MIB = 1 << 20
 
@@ -62,6 +64,56 @@ def failure(action: Callable[[], object], error: str) -> str:
         action()
     assert caught.value.error == error, str(caught.value)
     return caught.value.message
+
+
+def outcome(process: Any) -> Any:
+    """A rank's answer, or its RankError."""
+    try:
+        return process.finish()
+    except RankError as error:
+        return error
+
+
+class CallLog:
+    """The calls of the driver that a rank makes, as the simulator writes them to AMEM_SIM_LOG.
+
+    amem's own figures lack those whose result it does not ask for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.read = str(path), 0
+
+    def take(self) -> list[tuple[str, int]]:
+        """Name and result of each call since the last time, in order."""
+        with open(self.path) as log:
+            log.seek(self.read)
+            lines = log.readlines()
+            self.read = log.tell()
+        calls = [line.split()[2:] for line in lines]
+        # amem's errors and faults have the names without a version.
+        return [(re.sub(r"_v\d+$", "", name), int(result)) for name, result in calls]
+
+    def of(self, action: Callable[..., object], *arguments: object) -> list[str]:
+        """The names of the functions called meanwhile, in order."""
+        self.take()
+        action(*arguments)
+        return [name for name, _ in self.take()]
+
+    def of_step(self, rank: Any, action: Callable[..., object], *arguments: object) -> list[str]:
+        """Those of the rank's pause or resume, but for what amem calls when it has succeeded, to tell the figures."""
+        figures = self.of(rank.call, "stats")
+        calls = self.of(action, *arguments)
+        assert calls[-len(figures) :] == figures
+        return calls[: -len(figures)]
+
+
+def places(calls: Sequence[str], *, middle: bool = False) -> list[tuple[str, int]]:
+    """The first and the last call of each function, and one between them."""
+    return [
+        (name, number)
+        for name, count in sorted(Counter(calls).items())
+        for number in sorted({1, (count + 1) // 2 if middle else 1, count})
+    ]
 
 
 def memory(group: Ranks, wanted: list[int], members: Sequence[int] | None = None) -> None:

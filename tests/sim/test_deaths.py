@@ -10,14 +10,13 @@ import os
 import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness import RankError, Ranks, needs_libraries, ranks
+from harness import CallLog, RankError, Ranks, needs_libraries, outcome, places, ranks
 
 pytestmark = needs_libraries
 
@@ -93,13 +92,6 @@ class Trio:
             time.sleep(0.01)
 
 
-def outcome(process: Any) -> Any:
-    try:
-        return process.finish()
-    except RankError as error:
-        return error
-
-
 @pytest.fixture(scope="module")
 def stay() -> Iterator[Ranks]:
     with ranks(2, SMALL) as group:
@@ -157,35 +149,28 @@ def ended_well(process: Any, started: float, pid: int) -> Any:
     return result
 
 
-Calls = Counter[str]
+Calls = dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
-def calls(stay: Ranks) -> dict[str, Calls]:
-    """How often the first pause and the first resume call each function of the driver."""
-    with guest(stay) as trio:
-        made: dict[str, Calls] = {}
-        for command in ("pause", "resume"):
-            # Telling the figures calls the driver too.
-            first, second = (Counter(trio.guest.call("stats")["driver_calls"]) for _ in range(2))
-            assert not [step for step in trio.call(command) if isinstance(step, RankError)]
-            made[command] = Counter(trio.guest.call("stats")["driver_calls"])
-            made[command].subtract(second)
-            made[command].subtract(second - first)
+def calls(stay: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Calls:
+    """The functions of the driver that a process's first pause and first resume call, in order."""
+    log = CallLog(tmp_path_factory.mktemp("calls") / "calls")
+    made: Calls = {}
+    with guest(stay, AMEM_SIM_LOG=log.path) as trio:
+        for command, state in (("pause", "PAUSED"), ("resume", "ACTIVE")):
+            made[command] = log.of_step(trio.guest, trio.call, command)
+            assert trio.call("state") == [state] * 3
         for process in trio.processes:
             process.call("destroy", comm=process.comm)
-    assert {"cuMemcpyDtoHAsync", "cuMemUnmap", "cuMemRelease"} <= set(+made["pause"])
-    assert {"cuMemCreate", "cuMemMap", "cuMemcpyHtoDAsync", "cuMemImportFromShareableHandle"} <= set(+made["resume"])
+    assert {"cuMemcpyDtoHAsync", "cuMemUnmap", "cuMemRelease"} <= set(made["pause"])
+    assert {"cuMemCreate", "cuMemMap", "cuMemcpyHtoDAsync", "cuMemImportFromShareableHandle"} <= set(made["resume"])
     return made
 
 
-def places(made: Calls) -> list[tuple[str, int]]:
-    """The first and the last call of each function."""
-    return [(name, number) for name, count in sorted(made.items()) if count for number in sorted({1, count})]
-
-
 @pytest.mark.parametrize("command", ["pause", "resume"])
-def test_a_rank_killed_at_each_step(stay: Ranks, calls: dict[str, Calls], command: str) -> None:
+def test_a_rank_killed_at_each_step(stay: Ranks, calls: Calls, command: str) -> None:
+    """In the first call of each function, and in the last one."""
     for function, number in places(calls[command]):
         print(f"{command}: killed in call {number} of {function}")
         with guest(stay) as trio:
@@ -309,7 +294,7 @@ def together_again(trio: Trio) -> None:
 
 @pytest.mark.parametrize("command", ["pause", "resume"])
 @pytest.mark.parametrize("place", ["before", "first", "last"])
-def test_a_rank_that_is_stopped_and_goes_on(stay: Ranks, calls: dict[str, Calls], command: str, place: str) -> None:
+def test_a_rank_that_is_stopped_and_goes_on(stay: Ranks, calls: Calls, command: str, place: str) -> None:
     """It stops before it is asked, in the first call that it makes, or in the last one."""
     with guest(stay) as trio:
         if command == "resume":
@@ -319,9 +304,8 @@ def test_a_rank_that_is_stopped_and_goes_on(stay: Ranks, calls: dict[str, Calls]
             os.kill(trio.guest.pid, signal.SIGSTOP)
             stopped(trio.guest.pid)
         else:
-            first = {"pause": "cuCtxSynchronize", "resume": "cuMemCreate"}[command]
-            last = {"pause": "cuMemRelease", "resume": "cuMemSetAccess"}[command]
-            function, number = (first, 1) if place == "first" else (last, calls[command][last])
+            made = calls[command]
+            function, number = (made[0], 1) if place == "first" else (made[-1], made.count(made[-1]))
             trio.guest.call("fault", function=function, number=number, result=-signal.SIGSTOP)
             trio.guest.start(command)
         for process in trio.stay:
