@@ -104,6 +104,8 @@ type (
 	Context uintptr
 	// Stream is a CUstream.
 	Stream uintptr
+	// Event is a CUevent.
+	Event uintptr
 )
 
 // Prop says what kind of memory an allocation is; it is comparable.
@@ -238,6 +240,7 @@ func (d *Driver) With(ctx Context, f func() error) error {
 // contextC makes the opaque pointer that the driver gave us of its number.
 func contextC(ctx Context) C.CUcontext { return *(*C.CUcontext)(unsafe.Pointer(&ctx)) }
 func streamC(s Stream) C.CUstream      { return *(*C.CUstream)(unsafe.Pointer(&s)) }
+func eventC(e Event) C.CUevent         { return *(*C.CUevent)(unsafe.Pointer(&e)) }
 
 // CurrentContext answers the calling thread's context, 0 where it has none.
 func (d *Driver) CurrentContext() (Context, error) {
@@ -296,6 +299,32 @@ func (d *Driver) StreamSynchronize(s Stream) error {
 	return d.done("cuStreamSynchronize", C.amem_StreamSynchronize(streamC(s)))
 }
 
+// NewEvent makes an event.
+func (d *Driver) NewEvent() (Event, error) {
+	var e C.CUevent
+	err := d.done("cuEventCreate", C.amem_EventCreate(&e, C.CU_EVENT_DISABLE_TIMING))
+	return Event(uintptr(unsafe.Pointer(e))), err
+}
+
+// Record makes the event stand for what the stream was given until now.
+func (d *Driver) Record(e Event, s Stream) error {
+	return d.done("cuEventRecord", C.amem_EventRecord(eventC(e), streamC(s)))
+}
+
+// Wait waits until what the event stands for has ended.
+func (d *Driver) Wait(e Event) error {
+	return d.done("cuEventSynchronize", C.amem_EventSynchronize(eventC(e)))
+}
+
+// NUMANode answers the host's memory node next to the device, -1 where it has none.
+func (d *Driver) NUMANode(device int32) int {
+	node := C.int(-1)
+	if d.done("cuDeviceGetAttribute", C.amem_DeviceGetAttribute(&node, C.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, C.CUdevice(device))) != nil {
+		return -1 // before CUDA 12.2
+	}
+	return int(node)
+}
+
 // MemInfo answers the free and total bytes of the current context's device.
 func (d *Driver) MemInfo() (free, total uint64, err error) {
 	var f, t C.size_t
@@ -321,6 +350,27 @@ func (d *Driver) CopyOut(to unsafe.Pointer, from Ptr, size uint64, s Stream) err
 // CopyIn copies pinned host memory to device memory, in stream order.
 func (d *Driver) CopyIn(to Ptr, from unsafe.Pointer, size uint64, s Stream) error {
 	return d.done("cuMemcpyHtoDAsync", C.amem_MemcpyHtoDAsync(C.CUdeviceptr(to), from, C.size_t(size), streamC(s)))
+}
+
+// CopyRowsOut copies rows of width bytes, pitch apart in device memory, to
+// pinned host memory, where they follow each other; in stream order.
+func (d *Driver) CopyRowsOut(to unsafe.Pointer, from Ptr, width, rows, pitch uint64, s Stream) error {
+	c := C.CUDA_MEMCPY2D{
+		srcMemoryType: C.CU_MEMORYTYPE_DEVICE, srcDevice: C.CUdeviceptr(from), srcPitch: C.size_t(pitch),
+		dstMemoryType: C.CU_MEMORYTYPE_HOST, dstHost: to, dstPitch: C.size_t(width),
+		WidthInBytes: C.size_t(width), Height: C.size_t(rows),
+	}
+	return d.done("cuMemcpy2DAsync", C.amem_Memcpy2DAsync(&c, streamC(s)))
+}
+
+// CopyRowsIn undoes CopyRowsOut.
+func (d *Driver) CopyRowsIn(to Ptr, from unsafe.Pointer, width, rows, pitch uint64, s Stream) error {
+	c := C.CUDA_MEMCPY2D{
+		srcMemoryType: C.CU_MEMORYTYPE_HOST, srcHost: from, srcPitch: C.size_t(width),
+		dstMemoryType: C.CU_MEMORYTYPE_DEVICE, dstDevice: C.CUdeviceptr(to), dstPitch: C.size_t(pitch),
+		WidthInBytes: C.size_t(width), Height: C.size_t(rows),
+	}
+	return d.done("cuMemcpy2DAsync", C.amem_Memcpy2DAsync(&c, streamC(s)))
 }
 
 // Zero clears device memory, in stream order.

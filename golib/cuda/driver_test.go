@@ -90,6 +90,39 @@ func TestContexts(t *testing.T) {
 	require.NotEqual(t, first, second)
 }
 
+// A capture on another thread neither refuses what With runs nor is spoiled by it.
+// What the thread does after With is as it was.
+func TestWithDuringCapture(t *testing.T) {
+	const unsupported = cuda.Result(900) // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+	simtest.On(t, 0)
+	driver := simtest.Driver()
+	captured, err := driver.NewStream()
+	require.NoError(t, err)
+	other, err := driver.NewStream()
+	require.NoError(t, err)
+	wait := func() error { return driver.StreamSynchronize(other) }
+	errs := make(chan error)
+
+	end := simtest.Capture(t, captured)
+	go func() { errs <- driver.With(simtest.Context(0), wait) }()
+	inside := <-errs
+	require.NoError(t, end(), "the capture")
+	require.NoError(t, inside)
+
+	end = simtest.Capture(t, captured)
+	go func() {
+		defer simtest.Use(t, 0)()
+		if err := driver.With(simtest.Context(0), wait); err != nil {
+			errs <- err
+			return
+		}
+		errs <- wait()
+	}()
+	after := <-errs
+	require.Error(t, end(), "a call that the mode does not allow spoils the capture")
+	require.ErrorIs(t, after, unsupported)
+}
+
 func TestMemory(t *testing.T) {
 	simtest.On(t, 0)
 	driver := simtest.Driver()

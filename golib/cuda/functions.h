@@ -11,6 +11,8 @@
 #define AMEM_DRIVER_FUNCTIONS(X)                                                                                      \
     X(GetErrorName, "cuGetErrorName", (CUresult r, const char **name), (r, name))                                     \
     X(DeviceGetCount, "cuDeviceGetCount", (int *count), (count))                                                      \
+    X(DeviceGetAttribute, "cuDeviceGetAttribute", (int *value, CUdevice_attribute attribute, CUdevice dev),           \
+      (value, attribute, dev))                                                                                        \
     X(DeviceGetUuid, "cuDeviceGetUuid_v2", (CUuuid * uuid, CUdevice dev), (uuid, dev))                                \
     X(CtxGetCurrent, "cuCtxGetCurrent", (CUcontext * ctx), (ctx))                                                     \
     X(CtxGetDevice, "cuCtxGetDevice", (CUdevice * dev), (dev))                                                        \
@@ -21,6 +23,9 @@
     X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (CUstreamCaptureMode * mode), (mode))      \
     X(StreamCreate, "cuStreamCreate", (CUstream * stream, unsigned int flags), (stream, flags))                       \
     X(StreamSynchronize, "cuStreamSynchronize", (CUstream stream), (stream))                                          \
+    X(EventCreate, "cuEventCreate", (CUevent * event, unsigned int flags), (event, flags))                            \
+    X(EventRecord, "cuEventRecord", (CUevent event, CUstream stream), (event, stream))                                \
+    X(EventSynchronize, "cuEventSynchronize", (CUevent event), (event))                                               \
     X(MemGetInfo, "cuMemGetInfo_v2", (size_t * free, size_t * total), (free, total))                                  \
     X(MemHostRegister, "cuMemHostRegister_v2", (void *ptr, size_t size, unsigned int flags), (ptr, size, flags))      \
     X(MemHostUnregister, "cuMemHostUnregister", (void *ptr), (ptr))                                                   \
@@ -28,6 +33,7 @@
       (dst, src, n, stream))                                                                                          \
     X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr dst, const void *src, size_t n, CUstream stream),         \
       (dst, src, n, stream))                                                                                          \
+    X(Memcpy2DAsync, "cuMemcpy2DAsync_v2", (const CUDA_MEMCPY2D *copy, CUstream stream), (copy, stream))              \
     X(MemsetD8Async, "cuMemsetD8Async", (CUdeviceptr dst, unsigned char value, size_t n, CUstream stream),            \
       (dst, value, n, stream))                                                                                        \
     X(MemGetAllocationGranularity, "cuMemGetAllocationGranularity",                                                   \

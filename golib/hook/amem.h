@@ -65,6 +65,12 @@ amem_state_t amem_state(void);
 char *amem_stats_json(void);
 void amem_free(char *text);
 
+/*
+ * Gives the pinned host memory back that pauses have kept contents in, and that
+ * is kept for the next. Not while paused.
+ */
+amem_status amem_free_host_memory(void);
+
 /* Keeps jobs apart that share GPUs. Set it before the first communicator. */
 amem_status amem_set_group_id(int group);
 amem_status amem_get_group_id(int *group);

@@ -141,6 +141,16 @@ static amem_status change(const char *tags, bool pause) {
 PUBLIC amem_status amem_pause(const char *tags) { return change(tags, true); }
 PUBLIC amem_status amem_resume(const char *tags) { return change(tags, false); }
 
+PUBLIC amem_status amem_free_host_memory(void) {
+    last_error[0] = 0;
+    amem_status status;
+    const struct amem_core *core = need_core(&status);
+    if (!core) return status;
+    char text[AMEM_ERROR_TEXT] = "";
+    status = (amem_status)core->free_host(text);
+    return status == AMEM_OK ? AMEM_OK : fail(status, text);
+}
+
 PUBLIC amem_state_t amem_state(void) {
     const struct amem_core *core = core_loaded();
     if (core) return (amem_state_t)core->state();

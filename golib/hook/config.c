@@ -36,6 +36,8 @@ amem_status config_read(struct amem_config *out, char *text) {
         return wrong(text, "AMEM_GROUPID", value, "a whole number from 0 to 2147483647");
     if ((value = variable("AMEM_ARENA")) && !parse_int(value, 0, 1, &c.arena))
         return wrong(text, "AMEM_ARENA", value, "0 or 1");
+    if ((value = variable("AMEM_HOST_PREALLOC")) && !parse_int(value, 0, 1, &c.host_prealloc))
+        return wrong(text, "AMEM_HOST_PREALLOC", value, "0 or 1");
     if ((value = variable("AMEM_NCCL_OFFLOAD_FREE_TAG"))) {
         int tag;
         if (!parse_int(value, 0, 7, &tag) || (tag != 0 && tag != 7))

@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 1
+#define AMEM_CORE_ABI 2
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -30,6 +30,7 @@ struct amem_config {
     int group;              /* AMEM_GROUPID */
     int arena;              /* AMEM_ARENA: 0 gives each allocation a physical handle of its own */
     int control_only;       /* AMEM_NCCL_OFFLOAD_FREE_TAG=7 */
+    int host_prealloc;      /* AMEM_HOST_PREALLOC: 1 gets host memory for the first pause ahead */
     int log_level;          /* AMEM_LOG or GMM_LOG: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace */
     double timeout_seconds; /* AMEM_TIMEOUT_S */
 };
@@ -92,6 +93,7 @@ struct amem_core {
     int (*resume)(const char *tags, char *text);
     int (*state)(void); /* an amem_state_t */
     char *(*stats)(void); /* JSON, malloc'd */
+    int (*free_host)(char *text);
     int (*set_group)(int group, char *text);
     int (*get_group)(void);
 };

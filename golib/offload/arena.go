@@ -19,19 +19,25 @@ import (
 
 const (
 	hugePage = 2 << 20
+	// The arena grows by pieces of this size: the first is copied to while the
+	// next is pinned, and the one after that is populated.
+	maxPiece = 512 << 20
 	// Pages are populated by this many threads: the kernel clears them at
 	// memory speed then, and not at one core's.
 	populators = 8
 	// A thread's share is not made smaller than this.
-	minShare = 64 << 20
+	minShare = 32 << 20
 )
 
 // Arena is pinned host memory, in segments. Sizes are bytes.
 type Arena struct {
 	driver   *cuda.Driver
 	segments []segment
-	current  int // the segment that Take takes from
+	current  int           // the segment that Take takes from
+	wanted   uint64        // what Begin was told
+	ahead    chan prepared // a piece that is being populated
 	bytes    atomic.Uint64
+	node     int // the memory node to prefer; -1: any
 }
 
 type segment struct {
@@ -39,8 +45,14 @@ type segment struct {
 	used   uint64
 }
 
+// prepared is host memory that is populated, and not pinned yet.
+type prepared struct {
+	memory []byte
+	err    error
+}
+
 // NewArena makes an empty arena.
-func NewArena(driver *cuda.Driver) *Arena { return &Arena{driver: driver} }
+func NewArena(driver *cuda.Driver) *Arena { return &Arena{driver: driver, node: -1} }
 
 // HostMemoryError says that the host lacks memory to keep the contents in.
 type HostMemoryError struct {
@@ -57,42 +69,108 @@ func (e *HostMemoryError) Unwrap() error { return e.Err }
 // Bytes answers how much host memory the arena holds, to any goroutine.
 func (a *Arena) Bytes() uint64 { return a.bytes.Load() }
 
-// Reset forgets all that was taken; the memory stays.
-func (a *Arena) Reset() {
-	a.current = 0
+// Prefer makes new memory come from a memory node of the host, if it has any left.
+func (a *Arena) Prefer(node int) { a.node = node }
+
+// Begin forgets all that was taken, and gets ready to hold total bytes. It
+// fails, as it stands, where the host has not that much memory left.
+func (a *Arena) Begin(total uint64) error {
+	a.current, a.wanted = 0, total
 	for i := range a.segments {
 		a.segments[i].used = 0
 	}
+	if missing := a.missing(); missing > 0 {
+		if room, limit := hostRoom(); room < missing {
+			return &HostMemoryError{missing, fmt.Errorf("%s leaves %d", limit, room)}
+		}
+	}
+	return nil
 }
 
-// Grow makes the arena hold at least total bytes. A context must be current.
-// On failure the arena is as it was.
-func (a *Arena) Grow(total uint64) error {
+// missing answers by how much the arena is too small, in huge pages.
+func (a *Arena) missing() uint64 {
 	have := a.Bytes()
-	if have >= total {
+	if have >= a.wanted {
+		return 0
+	}
+	return (a.wanted - have + hugePage - 1) &^ (hugePage - 1)
+}
+
+// Grow adds a piece if the arena is smaller than Begin was told, and tells
+// whether it did. A context must be current. On failure the arena is as it was.
+func (a *Arena) Grow() (grown bool, err error) {
+	missing := a.missing()
+	if missing == 0 {
+		return false, nil
+	}
+	size := min(missing, maxPiece)
+	if a.ahead == nil {
+		a.prepare(size)
+	}
+	piece := <-a.ahead
+	a.ahead = nil
+	if piece.err != nil {
+		return false, &HostMemoryError{missing, piece.err}
+	}
+	size = uint64(len(piece.memory))
+	if missing > size {
+		a.prepare(min(missing-size, maxPiece))
+	}
+	if err := a.driver.HostRegister(unsafe.Pointer(&piece.memory[0]), size); err != nil {
+		return false, errors.Join(&HostMemoryError{missing, fmt.Errorf("pin it: %w", err)}, unix.Munmap(piece.memory), a.settle())
+	}
+	a.segments = append(a.segments, segment{memory: piece.memory})
+	a.bytes.Add(size)
+	return true, nil
+}
+
+// prepare starts to populate the next piece.
+func (a *Arena) prepare(size uint64) {
+	a.ahead = make(chan prepared, 1)
+	go func(result chan<- prepared, node int) {
+		memory, err := populated(size, node)
+		result <- prepared{memory, err}
+	}(a.ahead, a.node)
+}
+
+// settle gives back what was populated ahead and is not needed.
+func (a *Arena) settle() error {
+	if a.ahead == nil {
 		return nil
 	}
-	size := (total - have + hugePage - 1) &^ (hugePage - 1)
-	memory, err := populated(size)
-	if err != nil {
-		return &HostMemoryError{size, err}
+	piece := <-a.ahead
+	a.ahead = nil
+	if piece.err != nil {
+		return nil // there is nothing
 	}
-	if err := a.driver.HostRegister(unsafe.Pointer(&memory[0]), size); err != nil {
-		return errors.Join(&HostMemoryError{size, fmt.Errorf("pin it: %w", err)}, unix.Munmap(memory))
+	return unix.Munmap(piece.memory)
+}
+
+// Free gives all host memory back. Nothing that was taken may be in use.
+func (a *Arena) Free() error {
+	errs := []error{a.settle()}
+	for len(a.segments) > 0 {
+		last := a.segments[len(a.segments)-1]
+		if err := a.driver.HostUnregister(unsafe.Pointer(&last.memory[0])); err != nil {
+			return errors.Join(append(errs, err)...)
+		}
+		a.segments = a.segments[:len(a.segments)-1]
+		a.bytes.Add(-uint64(len(last.memory)))
+		errs = append(errs, unix.Munmap(last.memory))
 	}
-	a.segments = append(a.segments, segment{memory: memory})
-	a.bytes.Add(size)
-	return nil
+	a.current = 0
+	return errors.Join(errs...)
 }
 
 // populated maps anonymous memory, in huge pages where there are any, all of
 // it present.
-func populated(size uint64) ([]byte, error) {
+func populated(size uint64, node int) ([]byte, error) {
 	memory, err := unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
 		return nil, err
 	}
 	_ = unix.Madvise(memory, unix.MADV_HUGEPAGE) // a wish only
+	preferNode(memory, node)
 	share := max(minShare, (size/populators+hugePage-1)&^(hugePage-1))
 	var wg sync.WaitGroup
 	failures := make([]error, (size+share-1)/share)
@@ -115,11 +193,16 @@ func populated(size uint64) ([]byte, error) {
 	return memory, nil
 }
 
-// Take answers size bytes, in as few pieces as the segments allow. The arena
-// must have been grown to hold them.
-func (a *Arena) Take(size uint64) [][]byte {
+// Take answers size bytes, in as few pieces as the segments allow, and grows
+// the arena as far as Begin was told. A context must be current.
+func (a *Arena) Take(size uint64) ([][]byte, error) {
 	var pieces [][]byte
 	for size > 0 {
+		if a.current == len(a.segments) {
+			if grown, err := a.Grow(); err != nil || !grown {
+				return nil, errors.Join(err, fmt.Errorf("%d bytes more than was said are to be kept", size))
+			}
+		}
 		s := &a.segments[a.current]
 		n := min(size, uint64(len(s.memory))-s.used)
 		if n == 0 {
@@ -130,5 +213,5 @@ func (a *Arena) Take(size uint64) [][]byte {
 		s.used += n
 		size -= n
 	}
-	return pieces
+	return pieces, nil
 }

@@ -22,45 +22,97 @@ func length(pieces [][]byte) uint64 {
 	return n
 }
 
+// grow makes the arena hold total bytes, as a pause does.
+func grow(a *Arena, total uint64) error {
+	if err := a.Begin(total); err != nil {
+		return err
+	}
+	for {
+		if grown, err := a.Grow(); !grown {
+			return err
+		}
+	}
+}
+
+func take(t *testing.T, a *Arena, size uint64) [][]byte {
+	t.Helper()
+	pieces, err := a.Take(size)
+	require.NoError(t, err)
+	return pieces
+}
+
 func TestGrow(t *testing.T) {
 	simtest.On(t, 0)
 	a := NewArena(simtest.Driver())
 	require.Zero(t, a.Bytes())
-	require.NoError(t, a.Grow(0))
+	require.NoError(t, grow(a, 0))
 	require.Zero(t, a.Bytes())
-	require.NoError(t, a.Grow(1))
+	require.NoError(t, grow(a, 1))
 	require.Equal(t, 2*mib, a.Bytes(), "in huge pages")
 	pins := simtest.Calls(t, "cuMemHostRegister")
-	require.NoError(t, a.Grow(2*mib))
+	require.NoError(t, grow(a, 2*mib))
 	require.Equal(t, 2*mib, a.Bytes())
 	require.Equal(t, pins, simtest.Calls(t, "cuMemHostRegister"), "pinned once")
-	require.NoError(t, a.Grow(9*mib))
+	require.NoError(t, grow(a, 9*mib))
 	require.Equal(t, 10*mib, a.Bytes(), "by what was missing")
-	require.NoError(t, a.Grow(3*mib))
+	require.NoError(t, grow(a, 3*mib))
 	require.Equal(t, 10*mib, a.Bytes(), "it does not shrink")
+	require.NoError(t, a.Free())
+	require.Zero(t, a.Bytes())
+	require.NoError(t, a.Free())
+	require.NoError(t, grow(a, 3*mib))
+	require.Equal(t, 4*mib, a.Bytes(), "and again")
+	require.NoError(t, a.Free())
 }
 
-// More than one thread's share is populated in parallel.
-func TestGrowLarge(t *testing.T) {
+// What is more than a piece is populated by several threads, and ahead.
+func TestGrowByPieces(t *testing.T) {
 	simtest.On(t, 0)
 	a := NewArena(simtest.Driver())
-	require.NoError(t, a.Grow(minShare+6*mib))
-	require.Equal(t, minShare+6*mib, a.Bytes())
-	piece := a.Take(minShare + 6*mib)[0]
-	piece[0], piece[len(piece)-1] = 1, 2
+	total := maxPiece + 6*mib
+	pins := simtest.Calls(t, "cuMemHostRegister")
+	require.NoError(t, a.Begin(total))
+	first := take(t, a, mib)[0]
+	require.EqualValues(t, maxPiece, a.Bytes(), "no further than what was taken")
+	rest := take(t, a, total-mib)
+	require.Len(t, rest, 2)
+	require.Equal(t, total, a.Bytes())
+	require.Equal(t, pins+2, simtest.Calls(t, "cuMemHostRegister"))
+	first[0], rest[0][0], rest[1][6*mib-1] = 1, 2, 3
+	_, err := a.Take(1)
+	require.ErrorContains(t, err, "more than was said")
+	require.NoError(t, a.Free())
+}
+
+// A pause that stops half way has populated a piece that nobody takes.
+func TestFreeWhatWasPopulatedAhead(t *testing.T) {
+	simtest.On(t, 0)
+	resident := func() uint64 {
+		n, ok := field("proc/self/status", "VmRSS:")
+		require.True(t, ok)
+		return n << 10
+	}
+	before := resident()
+	a := NewArena(simtest.Driver())
+	require.NoError(t, a.Begin(2*maxPiece))
+	take(t, a, mib)
+	require.NotNil(t, a.ahead)
+	require.NoError(t, a.Free())
+	require.Nil(t, a.ahead)
+	require.Less(t, resident(), before+maxPiece/2)
 }
 
 func TestTake(t *testing.T) {
 	simtest.On(t, 0)
 	a := NewArena(simtest.Driver())
-	require.NoError(t, a.Grow(2*mib))
-	require.NoError(t, a.Grow(6*mib))
+	require.NoError(t, grow(a, 2*mib))
 	for range 2 {
-		first := a.Take(mib)
+		require.NoError(t, a.Begin(6*mib))
+		first := take(t, a, mib)
 		require.Len(t, first, 1)
-		across := a.Take(3 * mib)
+		across := take(t, a, 3*mib)
 		require.Len(t, across, 2, "over two segments")
-		last := a.Take(2 * mib)
+		last := take(t, a, 2*mib)
 		require.Len(t, last, 1)
 		require.Equal(t, 6*mib, length(first)+length(across)+length(last))
 		for i, pieces := range [][][]byte{first, across, last} {
@@ -75,20 +127,20 @@ func TestTake(t *testing.T) {
 				require.Equal(t, len(p), bytes.Count(p, []byte{byte(i)}), "pieces do not overlap")
 			}
 		}
-		require.Empty(t, a.Take(0))
-		a.Reset()
+		require.Empty(t, take(t, a, 0))
 		require.Equal(t, 6*mib, a.Bytes(), "the memory stays")
 	}
+	require.NoError(t, a.Free())
 }
 
 func TestHostMemoryError(t *testing.T) {
 	simtest.On(t, 0)
 	a := NewArena(simtest.Driver())
-	require.NoError(t, a.Grow(2*mib))
-	kept := a.Take(mib)[0]
+	require.NoError(t, grow(a, 2*mib))
+	kept := take(t, a, mib)[0]
 	kept[0] = 42
 	simtest.Fault(t, "cuMemHostRegister", 1, cuda.ErrOutOfMemory)
-	err := a.Grow(8 * mib)
+	err := grow(a, 8*mib)
 	var host *HostMemoryError
 	require.ErrorAs(t, err, &host)
 	require.Equal(t, 6*mib, host.Bytes)
@@ -96,13 +148,17 @@ func TestHostMemoryError(t *testing.T) {
 	require.ErrorContains(t, err, "host memory")
 	require.Equal(t, 2*mib, a.Bytes(), "as it was")
 	require.Equal(t, byte(42), kept[0])
-	require.Len(t, a.Take(mib), 1)
 
-	err = a.Grow(1 << 60)
+	err = grow(a, 1<<60)
 	require.ErrorAs(t, err, &host)
+	require.ErrorContains(t, err, "leaves")
 	require.Equal(t, 2*mib, a.Bytes())
-	require.NoError(t, a.Grow(8*mib))
+	require.NoError(t, grow(a, 8*mib))
 	require.Equal(t, 8*mib, a.Bytes())
+	simtest.Fault(t, "cuMemHostUnregister", 1, cuda.ErrUnknown)
+	require.ErrorIs(t, a.Free(), cuda.ErrUnknown)
+	require.Equal(t, 8*mib, a.Bytes(), "what can't be unpinned stays")
+	require.NoError(t, a.Free())
 }
 
 // Contents come back whole, though they lie in several segments; ranges to be
@@ -112,15 +168,15 @@ func TestContents(t *testing.T) {
 	driver := simtest.Driver()
 	at := deviceMemory(t, 8*mib)
 	a := NewArena(driver)
-	require.NoError(t, a.Grow(2*mib))
-	require.NoError(t, a.Grow(4*mib))
+	require.NoError(t, grow(a, 2*mib))
+	require.NoError(t, grow(a, 4*mib))
 	stream, err := driver.NewStream()
 	require.NoError(t, err)
 	simtest.Fill(at, 1, 8*mib)
 	want := bytes.Clone(simtest.Bytes(at, 8*mib))
 	c := Contents{
-		Kept:   []Range{{at, 3 * mib}, {at + cuda.Ptr(5*mib), 4096}, {at + cuda.Ptr(6*mib), mib - 4096}},
-		Zeroed: []Range{{at + cuda.Ptr(3*mib), mib}},
+		Kept:   []Range{{at, 3 * mib, 1, 0}, {at + cuda.Ptr(5*mib), 4096, 1, 0}, {at + cuda.Ptr(6*mib), mib - 4096, 1, 0}},
+		Zeroed: []Range{{at + cuda.Ptr(3*mib), mib, 1, 0}},
 	}
 	require.Equal(t, 4*mib, c.Bytes())
 	require.NoError(t, c.Save(driver, a, stream))
@@ -142,6 +198,62 @@ func TestContents(t *testing.T) {
 		require.ErrorIs(t, c.Restore(driver, stream), cuda.ErrUnknown, call)
 	}
 	require.NoError(t, driver.StreamSynchronize(stream))
+}
+
+func TestKeep(t *testing.T) {
+	c := Contents{}
+	for _, off := range []uint64{0, 64, 128, 192 + 1000, 192 + 3000, 192 + 5000, 192 + 7001, 192 + 7065} {
+		c.Keep(cuda.Ptr(off), 64)
+	}
+	c.Keep(20000, 100)
+	c.Keep(1<<40, 100)
+	require.Equal(t, []Range{
+		{0, 192, 1, 0}, {1192, 64, 3, 2000}, {7193, 128, 1, 0}, {20000, 100, 1, 0}, {1 << 40, 100, 1, 0},
+	}, c.Kept)
+	require.EqualValues(t, 192+192+128+200, c.Bytes())
+}
+
+// Rows are copied whole, also where the host's memory for them is in pieces
+// that end within a row.
+func TestRows(t *testing.T) {
+	simtest.On(t, 0)
+	driver := simtest.Driver()
+	at := deviceMemory(t, 32*mib)
+	stream, err := driver.NewStream()
+	require.NoError(t, err)
+	size := 192 * uint64(1024)
+	for name, first := range map[string]uint64{"one piece": 0, "ends within a row": 2 * mib, "ends with a row": 6 * mib} {
+		a := NewArena(driver)
+		require.NoError(t, grow(a, first))
+		c := Contents{Zeroed: []Range{{at, 32 * mib, 1, 0}}}
+		for row := range uint64(40) {
+			c.Keep(at+cuda.Ptr(4096+row*800*1024), size)
+		}
+		require.Len(t, c.Kept, 1, name)
+		simtest.Fill(at, 5, 32*mib)
+		want := make([]byte, 32*mib)
+		for row := range uint64(40) {
+			copy(want[4096+row*800*1024:][:size], simtest.Bytes(at+cuda.Ptr(4096+row*800*1024), size))
+		}
+		copies := simtest.Calls(t, "cuMemcpy2DAsync") + simtest.Calls(t, "cuMemcpyDtoHAsync")
+		require.NoError(t, a.Begin(c.Bytes()))
+		require.NoError(t, c.Save(driver, a, stream))
+		require.LessOrEqual(t, simtest.Calls(t, "cuMemcpy2DAsync")+simtest.Calls(t, "cuMemcpyDtoHAsync")-copies, 4, name)
+		require.NoError(t, driver.StreamSynchronize(stream))
+		simtest.Fill(at, 6, 32*mib)
+		require.NoError(t, c.Restore(driver, stream))
+		require.NoError(t, driver.StreamSynchronize(stream))
+		require.True(t, bytes.Equal(want, simtest.Bytes(at, 32*mib)), name)
+		require.NoError(t, a.Free())
+	}
+	simtest.Fault(t, "cuMemcpy2DAsync", 1, cuda.ErrUnknown)
+	c := Contents{}
+	c.Keep(at, size)
+	c.Keep(at+cuda.Ptr(mib), size)
+	a := NewArena(driver)
+	require.NoError(t, a.Begin(c.Bytes()))
+	require.ErrorIs(t, c.Save(driver, a, stream), cuda.ErrUnknown)
+	require.NoError(t, a.Free())
 }
 
 func deviceMemory(t *testing.T, size uint64) cuda.Ptr {

@@ -6,25 +6,52 @@ import (
 	"amem/golib/cuda"
 )
 
-// Range is a piece of device memory.
+// Range is a piece of device memory: Rows pieces of Size bytes each, Pitch apart.
 type Range struct {
-	At   cuda.Ptr
-	Size uint64
+	At    cuda.Ptr
+	Size  uint64
+	Rows  uint64
+	Pitch uint64 // where there are several rows
 }
 
 // Contents is what a pause kept of some device memory: what was in the ranges
-// Kept is in the arena; the ranges Zeroed are to be cleared.
+// kept is in the arena; the ranges to be zeroed are cleared before.
 type Contents struct {
 	Kept   []Range
 	Zeroed []Range
 	host   [][][]byte // the pieces of each range kept
 }
 
+// Keep adds size bytes, at a higher address than what is kept already. What
+// follows on, or stands as far apart as what came before, makes one range: each
+// costs a call of the driver.
+func (c *Contents) Keep(at cuda.Ptr, size uint64) {
+	if k := len(c.Kept) - 1; k >= 0 {
+		last := &c.Kept[k]
+		apart := uint64(at - last.At)
+		switch {
+		case last.Rows == 1 && apart == last.Size:
+			last.Size += size
+			return
+		case last.Size == size && last.Rows == 1 && apart < maxPitch:
+			last.Rows, last.Pitch = 2, apart
+			return
+		case last.Size == size && last.Rows > 1 && apart == last.Rows*last.Pitch:
+			last.Rows++
+			return
+		}
+	}
+	c.Kept = append(c.Kept, Range{At: at, Size: size, Rows: 1})
+}
+
+// maxPitch is the driver's limit (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
+const maxPitch = 1<<31 - 1
+
 // Bytes answers how much is kept on the host.
 func (c *Contents) Bytes() uint64 {
 	var n uint64
 	for _, r := range c.Kept {
-		n += r.Size
+		n += r.Size * r.Rows
 	}
 	return n
 }
@@ -33,10 +60,16 @@ func (c *Contents) Bytes() uint64 {
 func (c *Contents) Save(driver *cuda.Driver, arena *Arena, stream cuda.Stream) error {
 	c.host = make([][][]byte, len(c.Kept))
 	for i, r := range c.Kept {
-		c.host[i] = arena.Take(r.Size)
+		var err error
+		if c.host[i], err = arena.Take(r.Size * r.Rows); err != nil {
+			return err
+		}
 	}
-	return c.each(func(at cuda.Ptr, host []byte) error {
-		return driver.CopyOut(unsafe.Pointer(&host[0]), at, uint64(len(host)), stream)
+	return c.each(func(at cuda.Ptr, host unsafe.Pointer, size, rows, pitch uint64) error {
+		if rows == 1 {
+			return driver.CopyOut(host, at, size, stream)
+		}
+		return driver.CopyRowsOut(host, at, size, rows, pitch, stream)
 	})
 }
 
@@ -47,19 +80,34 @@ func (c *Contents) Restore(driver *cuda.Driver, stream cuda.Stream) error {
 			return err
 		}
 	}
-	return c.each(func(at cuda.Ptr, host []byte) error {
-		return driver.CopyIn(at, unsafe.Pointer(&host[0]), uint64(len(host)), stream)
+	return c.each(func(at cuda.Ptr, host unsafe.Pointer, size, rows, pitch uint64) error {
+		if rows == 1 {
+			return driver.CopyIn(at, host, size, stream)
+		}
+		return driver.CopyRowsIn(at, host, size, rows, pitch, stream)
 	})
 }
 
-func (c *Contents) each(f func(at cuda.Ptr, host []byte) error) error {
+// each calls f for what is kept, in pieces that lie in one piece on the host:
+// several whole rows, or a part of one.
+func (c *Contents) each(f func(at cuda.Ptr, host unsafe.Pointer, size, rows, pitch uint64) error) error {
 	for i, r := range c.Kept {
-		at := r.At
+		row, into := uint64(0), uint64(0)
 		for _, piece := range c.host[i] {
-			if err := f(at, piece); err != nil {
-				return err
+			for len(piece) > 0 {
+				size, rows := min(uint64(len(piece)), r.Size-into), uint64(1)
+				if into == 0 && size == r.Size {
+					rows = min(uint64(len(piece))/size, r.Rows-row)
+				}
+				at := r.At + cuda.Ptr(row*r.Pitch+into)
+				if err := f(at, unsafe.Pointer(&piece[0]), size, rows, r.Pitch); err != nil {
+					return err
+				}
+				piece = piece[size*rows:]
+				if into += size; into == r.Size {
+					row, into = row+rows, 0
+				}
 			}
-			at += cuda.Ptr(len(piece))
 		}
 	}
 	return nil

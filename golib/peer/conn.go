@@ -42,6 +42,7 @@ type message struct {
 	Watch      bool     `json:",omitempty"`
 	Blocks     []uint64 `json:",omitempty"`
 	Parts      []Part   `json:",omitempty"`
+	Memory     []Memory `json:",omitempty"` // one for each descriptor
 	Number     uint64   `json:",omitempty"` // of a fetch or drop, in the order in which the sender made them
 	Pause      uint64   `json:",omitempty"`
 	Ready      uint64   `json:",omitempty"`
@@ -57,8 +58,24 @@ type conn struct{ *net.UnixConn }
 
 var errOtherUser = errors.New("the other end belongs to another user")
 
+// Fault makes a step at a socket fail, with the error that it answers. Tests
+// alone set it, before the first Node. It is called before each "user" (who is
+// the other end?) and "send", and after each "sent" and "received", which name
+// the kind of message too; and before each "dial" to an address, without c.
+var Fault func(c *net.UnixConn, step string) error
+
+func (c conn) fault(step string) error {
+	if Fault == nil {
+		return nil
+	}
+	return Fault(c.UnixConn, step)
+}
+
 // checkUser refuses a process of another user (SO_PEERCRED).
 func (c conn) checkUser() error {
+	if err := c.fault("user"); err != nil {
+		return err
+	}
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
@@ -92,6 +109,9 @@ func (c conn) send(ctx context.Context, m message, fds []int) error {
 	if len(fds) > 0 {
 		rights = unix.UnixRights(fds...)
 	}
+	if err := c.fault("send " + m.Kind); err != nil {
+		return err
+	}
 	if err := c.SetWriteDeadline(deadline(ctx)); err != nil {
 		return err
 	}
@@ -105,7 +125,7 @@ func (c conn) send(ctx context.Context, m message, fds []int) error {
 		sendErr = unix.Sendmsg(int(fd), body, rights, nil, unix.MSG_NOSIGNAL)
 		return !errors.Is(sendErr, unix.EAGAIN)
 	})
-	return errors.Join(err, sendErr)
+	return errors.Join(err, sendErr, c.fault("sent "+m.Kind))
 }
 
 // receive reads one message; the descriptors are the caller's to close.
@@ -130,7 +150,14 @@ func (c conn) receive(ctx context.Context) (message, []int, error) {
 	if err == nil {
 		err = readErr
 	}
-	return m, fds, err
+	if err == nil {
+		err = c.fault("received " + m.Kind)
+	}
+	if err != nil {
+		closeAll(fds)
+		return message{}, nil, err
+	}
+	return m, fds, nil
 }
 
 // buffer holds one packet.
@@ -150,8 +177,11 @@ func (b *buffer) receive(socket int) (message, []int, error) {
 	if err == nil && n == 0 {
 		err = io.EOF
 	}
-	if err == nil && flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+	if err == nil && flags&unix.MSG_TRUNC != 0 {
 		err = errors.New("message over the limit")
+	}
+	if err == nil && flags&unix.MSG_CTRUNC != 0 {
+		err = errors.New("no room for its descriptors: this process has too many open files, see ulimit -n")
 	}
 	var m message
 	if err == nil {

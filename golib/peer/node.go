@@ -24,6 +24,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -62,10 +63,11 @@ func (i Identity) socket() *net.UnixAddr {
 // Handler is what a Node asks of its process. It is called on the Node's
 // goroutines, by several at once.
 type Handler interface {
-	// Serve answers a descriptor of each block, in order, the caller's to
-	// close, and the generation they belong to. It waits until the blocks have
-	// memory, or ctx ends. The peer gets ErrGone for a block that is no more.
-	Serve(ctx context.Context, to Identity, blocks []uint64) (fds []int, generation uint64, err error)
+	// Serve answers the memory of the blocks, with descriptors that are the
+	// caller's to close, and the generation it belongs to. It waits until the
+	// blocks have memory, or ctx ends. The peer gets ErrGone for a block that is
+	// no more.
+	Serve(ctx context.Context, to Identity, blocks []uint64) (memory []Memory, generation uint64, err error)
 	// Held answers which of the parts of the owner's memory, which the owner has
 	// freed, are used here. Node.Ended is to be called when they are no more.
 	Held(owner Identity, parts []Part) []Part
@@ -74,6 +76,17 @@ type Handler interface {
 	// PeerChanged is called when a peer has paused, is ready again, or is gone.
 	PeerChanged()
 }
+
+// Memory is a physical allocation that an owner hands out, and which of the
+// blocks that were asked for stand on it. Sizes and offsets are bytes.
+type Memory struct {
+	FD     int `json:"-"`
+	Size   uint64
+	Blocks []Place
+}
+
+// Place says where in its memory a block stands.
+type Place struct{ Block, Offset uint64 }
 
 // ErrGone says that the owner has freed the block, or is gone itself.
 var ErrGone = errors.New("the memory's owner has freed it or has ended")
@@ -99,6 +112,7 @@ type link struct {
 	generation uint64 // of their memory, as of their last kindReady
 
 	silent bool // they did not answer when we told them of our last pause
+	relied bool // they paused relying on our last pause, which failed
 
 	watched bool   // a connection is kept open to learn of their end
 	idle    []conn // for requests
@@ -116,7 +130,8 @@ type Node struct {
 	listener *net.UnixListener
 	closed   context.Context // ends with Close
 	end      context.CancelFunc
-	refused  sync.Once // tells of the first
+	refused  sync.Once    // tells of the first
+	sent     atomic.Int64 // messages
 
 	mu         sync.Mutex
 	self       Identity
@@ -229,6 +244,9 @@ func (n *Node) progress(m message) message {
 
 // dial connects to a process and exchanges hellos with it.
 func (n *Node) dial(ctx context.Context, who Identity, watch bool) (conn, error) {
+	if err := (conn{}).fault("dial " + who.socket().Name); err != nil {
+		return conn{}, fmt.Errorf("connect to %s: %w", who, err)
+	}
 	var dialer net.Dialer
 	raw, err := dialer.DialContext(ctx, "unixpacket", who.socket().Name)
 	for errors.Is(err, unix.EAGAIN) && ctx.Err() == nil { // it has not accepted those before us yet
@@ -287,7 +305,7 @@ func (n *Node) introduce(ctx context.Context, c conn, watch bool) (message, erro
 	if err := c.checkUser(); err != nil {
 		return message{}, err
 	}
-	if err := c.send(ctx, n.hello(watch), nil); err != nil {
+	if err := n.send(ctx, c, n.hello(watch), nil); err != nil {
 		return message{}, err
 	}
 	reply, fds, err := c.receive(ctx)
@@ -346,6 +364,10 @@ func (n *Node) lost(who Identity) {
 // request sends one message to a process and returns its answer.
 func (n *Node) request(ctx context.Context, who Identity, m message) (message, []int, error) {
 	reply, fds, err := n.ask(ctx, who, m)
+	if errors.Is(err, ErrBroken) && !n.ended(ctx, who) {
+		// The connection alone has ended. The message may have arrived: each may be said twice.
+		reply, fds, err = n.ask(ctx, who, m)
+	}
 	if errors.Is(err, ErrBroken) && n.ended(ctx, who) {
 		err = fmt.Errorf("%s: %w", who, ErrGone)
 	}
@@ -398,16 +420,24 @@ func (n *Node) ask(ctx context.Context, who Identity, m message) (message, []int
 }
 
 func (n *Node) exchange(ctx context.Context, c conn, m message) (message, []int, error) {
-	if err := c.send(ctx, m, nil); err != nil {
+	if err := n.send(ctx, c, m, nil); err != nil {
 		return message{}, nil, err
 	}
 	return c.receive(ctx)
 }
 
-// Fetch answers a descriptor, the caller's to close, of each of the owner's
-// blocks, and the generation of the owner's memory that they belong to. From
-// then on the owner counts this process among those that map the blocks.
-func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]int, uint64, error) {
+func (n *Node) send(ctx context.Context, c conn, m message, fds []int) error {
+	n.sent.Add(1)
+	return c.send(ctx, m, fds)
+}
+
+// Sent answers how many messages this process has sent to others.
+func (n *Node) Sent() int64 { return n.sent.Load() }
+
+// Fetch answers the memory of the owner's blocks, with descriptors that are the
+// caller's to close, and the generation that it belongs to. From then on the
+// owner counts this process among those that map the blocks.
+func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]Memory, uint64, error) {
 	if err := n.watch(ctx, owner); err != nil {
 		return nil, 0, err
 	}
@@ -424,7 +454,7 @@ func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]in
 			l.imports[b] = number
 		}
 	})
-	fds, generation, err := n.fetch(ctx, owner, blocks, number)
+	list, generation, err := n.fetch(ctx, owner, blocks, number)
 	if err != nil {
 		n.update(func() {
 			for _, b := range fresh {
@@ -434,28 +464,61 @@ func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]in
 			}
 		})
 	}
-	return fds, generation, err
+	return list, generation, err
 }
 
-func (n *Node) fetch(ctx context.Context, owner Identity, blocks []uint64, number uint64) ([]int, uint64, error) {
-	var fds []int
+func (n *Node) fetch(ctx context.Context, owner Identity, blocks []uint64, number uint64) ([]Memory, uint64, error) {
+	var list []Memory
 	var generation uint64
 	for batch := range slices.Chunk(blocks, maxFDs) {
-		reply, got, err := n.request(ctx, owner, message{Kind: kindFetch, Blocks: batch, Number: number})
-		if err == nil && len(got) != len(batch) {
-			closeAll(got)
-			err = fmt.Errorf("%s: %w", owner, ErrGone)
+		reply, fds, err := n.request(ctx, owner, message{Kind: kindFetch, Blocks: batch, Number: number})
+		if err == nil {
+			if err = reply.carries(fds, batch); err != nil {
+				err = fmt.Errorf("%s: %w", owner, err)
+			}
 		}
 		if err != nil {
 			closeAll(fds)
+			closeMemory(list)
 			return nil, 0, err
 		}
-		if len(fds) == 0 { // the oldest: one that is too new would hide that the memory was replaced
+		if len(list) == 0 { // the oldest: one that is too new would hide that the memory was replaced
 			generation = reply.Generation
 		}
-		fds = append(fds, got...)
+		list = append(list, reply.Memory...)
 	}
-	return fds, generation, nil
+	return list, generation, nil
+}
+
+// carries puts the descriptors to the memory of an answer to a fetch. It
+// fails with ErrGone if one of the blocks is missing.
+func (m *message) carries(fds []int, blocks []uint64) error {
+	if len(fds) != len(m.Memory) {
+		return fmt.Errorf("%d descriptors for %d allocations", len(fds), len(m.Memory))
+	}
+	missing := map[uint64]bool{}
+	for _, b := range blocks {
+		missing[b] = true
+	}
+	for i := range m.Memory {
+		m.Memory[i].FD = fds[i]
+		for _, place := range m.Memory[i].Blocks {
+			if !missing[place.Block] {
+				return fmt.Errorf("block %d was not asked for", place.Block)
+			}
+			delete(missing, place.Block)
+		}
+	}
+	if len(missing) > 0 {
+		return ErrGone
+	}
+	return nil
+}
+
+func closeMemory(list []Memory) {
+	for _, m := range list {
+		_ = unix.Close(m.FD)
+	}
 }
 
 // Drop tells the owner that this process no longer maps its block.

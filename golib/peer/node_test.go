@@ -37,7 +37,7 @@ type memory struct {
 	settled    []Part
 }
 
-func (m *memory) Serve(ctx context.Context, _ Identity, blocks []uint64) ([]int, uint64, error) {
+func (m *memory) Serve(ctx context.Context, _ Identity, blocks []uint64) ([]Memory, uint64, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.panics {
@@ -47,21 +47,21 @@ func (m *memory) Serve(ctx context.Context, _ Identity, blocks []uint64) ([]int,
 		<-ctx.Done()
 		return nil, 0, errors.New("its memory is paused")
 	}
-	var fds []int
+	var list []Memory
 	for _, b := range blocks {
 		file, ok := m.files[b]
 		if !ok {
-			closeAll(fds)
+			closeMemory(list)
 			return nil, 0, ErrGone
 		}
 		fd, err := unix.FcntlInt(uintptr(file), unix.F_DUPFD_CLOEXEC, 0)
 		if err != nil {
-			closeAll(fds)
+			closeMemory(list)
 			return nil, 0, err
 		}
-		fds = append(fds, fd)
+		list = append(list, Memory{FD: fd, Size: 1, Blocks: []Place{{Block: b}}})
 	}
-	return fds, m.generation, nil
+	return list, m.generation, nil
 }
 
 func (m *memory) Held(_ Identity, parts []Part) []Part {
@@ -127,9 +127,9 @@ func within(t testing.TB, d time.Duration) context.Context {
 // maps makes p map the owner's blocks.
 func (p process) maps(t testing.TB, owner process, blocks ...uint64) {
 	t.Helper()
-	fds, _, err := p.Fetch(within(t, 5*second), owner.Self(), blocks)
+	list, _, err := p.Fetch(within(t, 5*second), owner.Self(), blocks)
 	require.NoError(t, err)
-	closeAll(fds)
+	closeMemory(list)
 }
 
 // together makes each process map a block of each other.
@@ -166,13 +166,14 @@ func TestIDText(t *testing.T) {
 func TestFetch(t *testing.T) {
 	owner, importer := newProcess(t, 0, 3), newProcess(t, 0, 0)
 	owner.memory.generation = 17
-	fds, generation, err := importer.Fetch(within(t, 5*second), owner.Self(), []uint64{3, 1})
+	list, generation, err := importer.Fetch(within(t, 5*second), owner.Self(), []uint64{3, 1})
 	require.NoError(t, err)
 	require.Equal(t, uint64(17), generation)
-	require.Len(t, fds, 2)
-	require.Equal(t, identity(t, owner.memory.files[3]), identity(t, fds[0]), "in the order asked for")
-	require.Equal(t, identity(t, owner.memory.files[1]), identity(t, fds[1]))
-	closeAll(fds)
+	require.Len(t, list, 2)
+	require.Equal(t, identity(t, owner.memory.files[3]), identity(t, list[0].FD))
+	require.Equal(t, []Place{{Block: 3}}, list[0].Blocks)
+	require.Equal(t, identity(t, owner.memory.files[1]), identity(t, list[1].FD))
+	closeMemory(list)
 	require.Equal(t, []Peer{{owner.Self(), 2, 0, false}}, importer.Peers())
 	require.Equal(t, []Peer{{importer.Self(), 0, 2, false}}, owner.Peers())
 
@@ -195,12 +196,12 @@ func TestFetchInBatches(t *testing.T) {
 	importer.maps(t, owner, 1)
 	quiet(t)
 	before := descriptorsOpen(t)
-	fds, _, err := importer.Fetch(within(t, 10*second), owner.Self(), blocks)
+	list, _, err := importer.Fetch(within(t, 10*second), owner.Self(), blocks)
 	require.NoError(t, err)
-	for i, fd := range fds {
-		require.Equal(t, identity(t, owner.memory.files[blocks[i]]), identity(t, fd), "block %d", blocks[i])
+	for i, m := range list {
+		require.Equal(t, identity(t, owner.memory.files[blocks[i]]), identity(t, m.FD), "block %d", blocks[i])
 	}
-	closeAll(fds)
+	closeMemory(list)
 	require.Equal(t, count, owner.Peers()[0].Exports)
 
 	// One that is gone fails all of them, and leaves no descriptor open.

@@ -69,19 +69,21 @@ func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
 		n.stops++
 		pause = n.stops
 		for _, l := range n.links {
+			l.relied = false
 			l.met = l.stops // an earlier pause of theirs says nothing about this one
 			if l.stopped() {
 				l.met-- // but the one that they are in does
 			}
 		}
 	})
+	var untold []error
 	n.tell(ctx, message{Kind: kindStopped, Pause: pause}, func(who Identity, reply message, err error) {
-		if err != nil && !errors.Is(err, ErrGone) {
-			slog.Debug("quiesce", "peer", who.String(), "error", err) // the wait below names it
-		}
 		n.update(func() {
 			l := n.link(who)
 			l.silent = err != nil
+			if timeout := (*TimeoutError)(nil); err != nil && !errors.Is(err, ErrGone) && !errors.As(err, &timeout) {
+				untold = append(untold, err) // the wait below names it, but not why
+			}
 			if err == nil && reply.Ready >= reply.Pause && !reply.Relied {
 				// Their pauses that we know of had ended before they heard of ours.
 				l.met = max(l.met, reply.Pause)
@@ -96,7 +98,7 @@ func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
 	if err == nil {
 		return nil, nil
 	}
-	return n.retract(pause), err
+	return n.retract(pause), errors.Join(append([]error{err}, untold...)...)
 }
 
 // lagging lists the neighbours that have not stopped for this pause. n.mu is held.
@@ -153,6 +155,7 @@ func (n *Node) retract(pause uint64) []Identity {
 		l := n.link(who)
 		stopped := l.stopped()
 		if stopped {
+			l.relied = true
 			l.met = l.stops // it has to be over before we use their memory again
 		}
 		n.mu.Unlock()
@@ -186,14 +189,14 @@ func (n *Node) Ready(ctx context.Context, generation uint64) {
 		})
 }
 
-// WaitReady waits until every neighbour whose memory this process maps has
-// its contents in.
+// WaitReady waits until every neighbour whose memory this process maps, or that
+// has relied on its failed pause, has its contents in.
 func (n *Node) WaitReady(ctx context.Context) error {
 	return n.wait(ctx, func() []Identity {
 		var list []Identity
 		for _, l := range n.neighbours() {
 			// Not whether it has stopped: it may have begun its next pause already, and wait for us.
-			if len(l.imports) > 0 && l.readies < l.met {
+			if (len(l.imports) > 0 || l.relied) && l.readies < l.met {
 				list = append(list, l.who)
 			}
 		}

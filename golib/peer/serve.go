@@ -88,7 +88,7 @@ func (n *Node) reply(c conn, who Identity, m message) error {
 	}
 	sending, cancel := context.WithTimeout(context.Background(), n.timeout)
 	defer cancel()
-	return c.send(sending, reply, fds)
+	return n.send(sending, c, reply, fds)
 }
 
 func (n *Node) greet(c conn) (who Identity, watch bool, err error) {
@@ -101,10 +101,10 @@ func (n *Node) greet(c conn) (who Identity, watch bool, err error) {
 	}
 	if m.Kind != kindHello || m.Version != protocolVersion {
 		err = fmt.Errorf("hello of protocol %d expected, got %q of %d", protocolVersion, m.Kind, m.Version)
-		return Identity{}, false, errors.Join(err, c.send(ctx, message{Kind: kindError, Error: err.Error()}, nil))
+		return Identity{}, false, errors.Join(err, n.send(ctx, c, message{Kind: kindError, Error: err.Error()}, nil))
 	}
 	n.update(func() { n.link(m.From).learn(m) })
-	return m.From, m.Watch, c.send(ctx, n.hello(false), nil)
+	return m.From, m.Watch, n.send(ctx, c, n.hello(false), nil)
 }
 
 func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []int, error) {
@@ -117,20 +117,25 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		// Counted first: a pause that starts now must wait for this peer too.
 		var added []uint64
 		n.update(func() { added = n.link(who).take(m) })
-		fds, generation, err := n.handler.Serve(ctx, who, m.Blocks)
+		list, generation, err := n.handler.Serve(ctx, who, m.Blocks)
 		if err != nil {
 			n.update(func() { n.link(who).let(added, m.Number) }) // what it mapped before, it still does
 			if errors.Is(err, ErrGone) {
-				return reply, nil, nil // fewer descriptors than blocks says so
+				return reply, nil, nil // no memory says so
 			}
 			return reply, nil, err
 		}
-		reply.Generation = generation
+		var fds []int
+		for _, memory := range list {
+			fds = append(fds, memory.FD)
+		}
+		reply.Memory, reply.Generation = list, generation
 		return reply, fds, nil
 	case kindDrop:
 		n.update(func() {
-			n.link(who).let(m.Blocks, m.Number)
-			n.unusedBlocks(who.ID, func(block uint64) bool { return slices.Contains(m.Blocks, block) })
+			l := n.link(who)
+			l.let(m.Blocks, m.Number)
+			n.unusedBlocks(who.ID, func(block uint64) bool { return slices.Contains(m.Blocks, block) && !l.exports[block] })
 		})
 	case kindFreed:
 		if len(m.Parts) > maxParts {

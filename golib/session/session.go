@@ -68,6 +68,7 @@ type Options struct {
 	Space    vmm.Options
 	SetGuard func(Guard)
 	Launches func() int // kernel launches of NCCL's that are under way
+	Prealloc bool       // get the host memory for a pause ahead, in the background
 }
 
 // Session is the pausable memory of this process.
@@ -76,7 +77,9 @@ type Session struct {
 	driver  *cuda.Driver
 	space   *vmm.Space
 	node    *peer.Node
-	arena   *offload.Arena
+	arena   *offload.Arena  // used by who has the turn
+	closed  context.Context // ends with Close
+	end     context.CancelFunc
 
 	turn chan struct{} // holds one token: who has it may change the state
 
@@ -105,17 +108,24 @@ func New(driver *cuda.Driver, options Options) (*Session, error) {
 	}
 	s.node = node
 	s.space.SetPeers(node)
+	s.closed, s.end = context.WithCancel(context.Background())
+	if options.Prealloc {
+		go s.preallocate()
+	}
 	return s, nil
 }
 
 // Close stops serving peers.
-func (s *Session) Close() { s.node.Close() }
+func (s *Session) Close() {
+	s.node.Close()
+	s.end()
+}
 
 // Space is the memory that NCCL's calls are for.
 func (s *Session) Space() *vmm.Space { return s.space }
 
 // Serve implements peer.Handler.
-func (s *Session) Serve(ctx context.Context, to peer.Identity, blocks []uint64) ([]int, uint64, error) {
+func (s *Session) Serve(ctx context.Context, to peer.Identity, blocks []uint64) ([]peer.Memory, uint64, error) {
 	return s.space.Serve(ctx, to, blocks)
 }
 
@@ -203,10 +213,10 @@ func (s *Session) is(state State, unfinished bool) bool {
 type PauseReport struct {
 	Seconds  float64 `json:"seconds"`
 	Quiesce  float64 `json:"quiesce_seconds"` // until no kernel ran here or in any peer
-	Copy     float64 `json:"copy_seconds"`
-	Release  float64 `json:"release_seconds"`
-	Released uint64  `json:"bytes"`          // own memory given back
-	Detached uint64  `json:"detached_bytes"` // peers' memory let go
+	Copy     float64 `json:"copy_seconds"`    // until the last copy had ended
+	Release  float64 `json:"release_seconds"` // what was left to give back then
+	Released uint64  `json:"bytes"`           // own memory given back
+	Detached uint64  `json:"detached_bytes"`  // peers' memory let go
 	Copied   uint64  `json:"copied_bytes"`
 }
 
@@ -272,19 +282,15 @@ func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
 		return r, fmt.Errorf("quiesce: %w", err)
 	}
 	r.Quiesce = clock.lap()
-	if err := s.space.Save(s.arena); err != nil {
-		s.standDown()
-		return r, fmt.Errorf("copy out: %w", err)
-	}
-	r.Copy = clock.lap()
-	p, err := s.space.Vacate()
+	p, err := s.space.Vacate(s.arena)
 	if err != nil {
 		if s.space.Whole() {
 			s.standDown()
 		}
-		return r, fmt.Errorf("release: %w", err)
+		return r, err
 	}
-	r.Release = clock.lap()
+	r.Copy = p.Copying.Seconds()
+	r.Release = clock.lap() - r.Copy
 	r.Released, r.Detached, r.Copied = p.Released, p.Detached, p.Copied
 	r.Seconds = clock.total()
 	return r, nil

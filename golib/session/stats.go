@@ -21,7 +21,8 @@ type Stats struct {
 	Resumes     int               `json:"resumes"`
 	LastPause   PauseReport       `json:"last_pause"`
 	LastResume  ResumeReport      `json:"last_resume"`
-	DriverCalls map[string]int64  `json:"driver_calls"` // made by amem
+	DriverCalls map[string]int64  `json:"driver_calls"`  // made by amem
+	Messages    int64             `json:"messages_sent"` // to peers
 }
 
 // HostStats is the host memory that amem holds.
@@ -46,7 +47,7 @@ func (s *Session) Stats(version string) Stats {
 	stats := Stats{
 		Version: version, PID: self.PID, ProcessID: self.ID.String(), Group: self.Group,
 		Devices: devices, Resident: resident, Host: HostStats{Arena: s.arena.Bytes()}, Peers: []PeerStats{},
-		DriverCalls: s.driver.Calls(),
+		DriverCalls: s.driver.Calls(), Messages: s.node.Sent(),
 	}
 	for _, d := range devices {
 		stats.DeviceBytes += d.Device

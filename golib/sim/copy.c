@@ -52,6 +52,25 @@ static CUresult copy(CUcontext current, CUstream handle, uint64_t to, enum side 
     return sim_submit(current, handle, operation, wait || !pinned);
 }
 
+/* Row by row. Arrays, and offsets into either side, are not modelled. */
+static CUresult copy_rows(CUcontext current, CUstream handle, const CUDA_MEMCPY2D *c)
+{
+    bool out = c && c->srcMemoryType == CU_MEMORYTYPE_DEVICE && c->dstMemoryType == CU_MEMORYTYPE_HOST;
+    bool in = c && c->srcMemoryType == CU_MEMORYTYPE_HOST && c->dstMemoryType == CU_MEMORYTYPE_DEVICE;
+    if (!out && !in)
+        return c ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_VALUE;
+    if (c->srcXInBytes || c->srcY || c->dstXInBytes || c->dstY)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (c->srcPitch < c->WidthInBytes || c->dstPitch < c->WidthInBytes || c->srcPitch > INT32_MAX || c->dstPitch > INT32_MAX)
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t from = out ? c->srcDevice : (uint64_t)c->srcHost, to = out ? (uint64_t)c->dstHost : c->dstDevice;
+    CUresult result = CUDA_SUCCESS;
+    for (size_t row = 0; row < c->Height && !result; row++)
+        result = copy(current, handle, to + row * c->dstPitch, out ? SIDE_HOST : SIDE_DEVICE, from + row * c->srcPitch,
+                      out ? SIDE_DEVICE : SIDE_HOST, c->WidthInBytes, false);
+    return result;
+}
+
 static CUresult set(CUcontext current, CUstream handle, uint64_t to, uint8_t value, uint64_t size, bool wait)
 {
     CUcontext context = sim_stream_context(current, handle);
@@ -84,6 +103,8 @@ SIM_FUNCTION(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 3020, NEEDS_CONTEXT,
 SIM_FUNCTION(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 3020, NEEDS_CONTEXT,
              (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream),
              copy(call.context, stream, to, SIDE_DEVICE, from, SIDE_DEVICE, size, false))
+SIM_FUNCTION(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 3020, NEEDS_CONTEXT, (const CUDA_MEMCPY2D *rows, CUstream stream),
+             copy_rows(call.context, stream, rows))
 SIM_FUNCTION(cuMemcpyAsync, cuMemcpyAsync, 4000, NEEDS_CONTEXT,
              (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream),
              copy(call.context, stream, to, SIDE_ANY, from, SIDE_ANY, size, false))

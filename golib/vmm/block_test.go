@@ -104,7 +104,7 @@ func TestSlabSize(t *testing.T) {
 		{"first large", large, 0, 2 * mib, 16 * mib},
 		{"5 % of what is held", small, 100 * mib, 64 * kib, 6 * mib},
 		{"5 % of what is held, large", large, 1000 * mib, 2 * mib, 50 * mib},
-		{"no larger than the largest", large, 100 << 30, 2 * mib, 256 * mib},
+		{"no larger than the largest", large, 100 << 30, 2 * mib, 160 * mib},
 		{"no larger than the largest small", small, 100 << 30, 64 * kib, 32 * mib},
 		{"at least the chunk", large, 0, 40 * mib, 40 * mib},
 		{"in whole large units", small, 0, 2*mib - 64*kib, 2 * mib},

@@ -89,7 +89,8 @@ func (s *Space) Create(size uint64, prop cuda.Prop, flags uint64, own bool, site
 	defer s.mu.Unlock()
 	h := s.newHandle(size, prop)
 	s.nextBlock++
-	b := &block{id: s.nextBlock, prop: prop, size: size, keep: keep, live: true, phys: phys, fd: -1, handles: []*handle{h}}
+	b := &block{id: s.nextBlock, size: size, handles: []*handle{h}}
+	b.mem = &memory{prop: prop, size: size, blocks: []*block{b}, keep: keep, live: true, phys: phys, fd: -1}
 	s.blocks[b.id] = b
 	h.block = b
 	return h.id, nil
@@ -144,7 +145,7 @@ func (s *Space) place(h *handle, carve bool) error {
 // carve finds room in a live slab of the class. mu is held.
 func (s *Space) carve(c class, h *handle, size uint64) bool {
 	for _, b := range s.slabs[c] {
-		if !b.live || b.filling {
+		if !b.mem.live || b.mem.filling {
 			continue
 		}
 		if off, ok := b.carve(size); ok {
@@ -215,24 +216,24 @@ func (s *Space) Map(p cuda.Ptr, size, offset uint64, id cuda.Handle, flags uint6
 		return nil
 	}
 	s.mu.Unlock()
-	if b.slab || (b.owner != nil && h.size != b.size) {
+	if b.window != nil || (b.owner != nil && h.size != b.size) {
 		return fmt.Errorf("NCCL maps a part of a slab at another address, which the driver can't do; set AMEM_ARENA=0: %w",
 			cuda.ErrNotSupported)
 	}
 	m := &mapping{at: p, size: size, block: b}
-	b.rights.Lock()
-	defer b.rights.Unlock()
+	b.mem.rights.Lock()
+	defer b.mem.rights.Unlock()
 	s.mu.Lock()
-	live := b.live
+	live := b.mem.live
 	s.mu.Unlock()
 	if live {
-		if err := s.driver.Map(p, size, offset, b.phys, flags); err != nil {
+		if err := s.driver.Map(p, size, offset, b.mem.phys, flags); err != nil {
 			return err
 		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	b.extra = append(b.extra, m)
+	b.mem.extra = append(b.mem.extra, m)
 	s.addRange(addressRange{at: p, size: size, block: b, m: m})
 	h.mapped++
 	return nil
@@ -264,7 +265,7 @@ func (s *Space) Unmap(p cuda.Ptr, size uint64) error {
 	for _, r := range taken {
 		s.mu.Lock()
 		s.removeRange(r.at)
-		r.block.extra = slices.DeleteFunc(r.block.extra, func(m *mapping) bool { return m == r.m })
+		r.block.mem.extra = slices.DeleteFunc(r.block.mem.extra, func(m *mapping) bool { return m == r.m })
 		h := r.block.handles[0]
 		h.mapped--
 		s.mu.Unlock()
@@ -287,7 +288,7 @@ func (s *Space) mappingsIn(p cuda.Ptr, size uint64) []addressRange {
 // eachLive calls the driver for the whole range, or, where a pause has released
 // some of it, for each mapping that exists now. structure is held.
 func eachLive(p cuda.Ptr, size uint64, mappings []addressRange, call func(cuda.Ptr, uint64) error) error {
-	live := slices.DeleteFunc(slices.Clone(mappings), func(r addressRange) bool { return !r.block.live })
+	live := slices.DeleteFunc(slices.Clone(mappings), func(r addressRange) bool { return !r.block.mem.live })
 	if len(live) == len(mappings) {
 		return call(p, size)
 	}
@@ -329,22 +330,34 @@ func (s *Space) SetAccess(p cuda.Ptr, size uint64, access []cuda.Access) error {
 	return nil
 }
 
-// widen gives locations access to the block at its home. structure is held.
+// widen gives locations access to a block, which is to all of its memory at its
+// home. structure is held.
 func (s *Space) widen(b *block, access []cuda.Access) error {
-	b.rights.Lock()
-	defer b.rights.Unlock()
 	s.mu.Lock()
-	missing := without(access, b.access)
-	live := b.live
+	m := b.mem
 	s.mu.Unlock()
-	if live && len(missing) > 0 {
-		if err := s.driver.SetAccess(b.home, b.size, missing); err != nil {
-			return err
-		}
+	m.rights.Lock()
+	defer m.rights.Unlock()
+	s.mu.Lock()
+	if b.mem != m { // attached anew meanwhile
+		s.mu.Unlock()
+		return s.widen(b, access)
+	}
+	missing := without(access, m.access)
+	live := m.live
+	if !live {
+		m.access = append(slices.Clone(m.access), missing...)
+	}
+	s.mu.Unlock()
+	if !live || len(missing) == 0 {
+		return nil
+	}
+	if err := s.driver.SetAccess(m.home, m.size, missing); err != nil {
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	b.access = append(b.access, missing...)
+	m.access = append(slices.Clone(m.access), missing...)
 	return nil
 }
 
@@ -448,37 +461,52 @@ func (s *Space) endUnused(h *handle) error {
 	return s.endEmpty(b)
 }
 
-// endEmpty ends a block that nobody uses: no handle, and no peer that may still
-// write to what was freed. structure is held.
+// endEmpty ends a block that nobody uses. Own memory goes back to the device as
+// a whole only, so the slabs on it end together. structure is held.
 func (s *Space) endEmpty(b *block) error {
 	s.mu.Lock()
-	key := importKey{}
-	if b.owner != nil {
-		key = importKey{b.owner.ID, b.id}
+	ending := s.endable(b)
+	for _, b := range ending {
+		if b.owner != nil {
+			delete(s.imports, importKey{b.owner.ID, b.id})
+			s.peers.Drop(*b.owner, b.id) // before another thread can fetch it again
+		} else {
+			delete(s.blocks, b.id)
+			s.slabs[b.class] = slices.DeleteFunc(s.slabs[b.class], func(other *block) bool { return other == b })
+		}
+		if b.home != 0 {
+			s.removeRange(b.home)
+		}
+		b.mem.blocks = slices.DeleteFunc(slices.Clone(b.mem.blocks), func(other *block) bool { return other == b })
 	}
-	ended := s.blocks[b.id] != b && s.imports[key] != b
-	if ended || len(b.handles) > 0 || len(b.awaited) > 0 || len(b.clearing) > 0 {
-		s.mu.Unlock()
-		return nil
-	}
-	if b.owner != nil {
-		delete(s.imports, key)
-		s.peers.Drop(*b.owner, b.id) // before another thread can fetch it again
-	} else {
-		delete(s.blocks, b.id)
-		s.slabs[b.class] = slices.DeleteFunc(s.slabs[b.class], func(other *block) bool { return other == b })
-	}
-	if b.home != 0 {
-		s.removeRange(b.home)
-	}
-	s.broadcast()
-	if b.filling {
-		s.ended = append(s.ended, b)
-		s.mu.Unlock()
-		return nil
+	if len(ending) > 0 {
+		s.broadcast()
+		if b.mem.filling {
+			s.ended = append(s.ended, ending...)
+			ending = nil
+		}
 	}
 	s.mu.Unlock()
-	return s.discard(b)
+	var errs []error
+	for _, b := range ending {
+		errs = append(errs, s.discard(b))
+	}
+	return errors.Join(errs...)
+}
+
+// endable lists the blocks that end if b does: none where something is still
+// used, or where b has ended already. mu is held.
+func (s *Space) endable(b *block) []*block {
+	if !b.unused() || !slices.Contains(b.mem.blocks, b) {
+		return nil
+	}
+	if b.owner != nil || !b.mem.live {
+		return []*block{b}
+	}
+	if slices.ContainsFunc(b.mem.blocks, func(b *block) bool { return !b.unused() }) {
+		return nil
+	}
+	return b.mem.blocks
 }
 
 // Properties answers what kind of memory the handle is.
@@ -503,8 +531,8 @@ func (s *Space) BindMulticast(multicast cuda.Handle, multicastOffset uint64, id 
 		return fmt.Errorf("NCCL binds a part of a slab to a multicast object; set AMEM_ARENA=0: %w", cuda.ErrNotSupported)
 	}
 	s.mu.Lock()
-	h.block.keep = KeepMulticast
-	phys := h.block.phys
+	h.block.mem.keep = KeepMulticast
+	phys := h.block.mem.phys
 	s.mu.Unlock()
 	return s.driver.BindMulticast(multicast, multicastOffset, phys, offset, size, flags)
 }
@@ -514,14 +542,14 @@ func (s *Space) Keep(p cuda.Ptr, why string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	h, _, _ := s.find(p)
-	if h == nil || h.block.keep == why {
+	if h == nil || h.block.mem.keep == why {
 		return
 	}
-	h.block.keep = why
+	h.block.mem.keep = why
 	if why == KeepNIC && h.site != 0 {
 		s.nicSites[h.site] = true
 	}
-	slog.Debug("memory stays resident", "why", why, "bytes", h.block.size)
+	slog.Debug("memory stays resident", "why", why, "bytes", h.block.mem.size)
 }
 
 // Export writes a shareable handle to where NCCL wants it: a descriptor that
@@ -538,7 +566,7 @@ func (s *Space) Export(shareable unsafe.Pointer, id cuda.Handle, handleType int,
 		if b.slab {
 			return fmt.Errorf("export a part of a slab as handle type %d: %w", handleType, cuda.ErrNotSupported)
 		}
-		return s.driver.ExportTo(shareable, b.phys, handleType, flags)
+		return s.driver.ExportTo(shareable, b.mem.phys, handleType, flags)
 	}
 	if err := s.share(b); err != nil {
 		return err

@@ -488,7 +488,7 @@ func TestMemoryOfNIC(t *testing.T) {
 	block := func(b buffer) *block { return s.handles[b.handle].block }
 	require.Same(t, block(registered[0]), block(registered[1]), "a slab of its own")
 	require.NotSame(t, block(first), block(registered[0]))
-	require.Equal(t, KeepNIC, block(registered[0]).keep)
+	require.Equal(t, KeepNIC, block(registered[0]).mem.keep)
 	for _, b := range pausable {
 		require.NotSame(t, block(registered[0]), block(b))
 	}

@@ -8,8 +8,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-
-	"golang.org/x/sys/unix"
+	"time"
 
 	"amem/golib/cuda"
 	"amem/golib/offload"
@@ -74,16 +73,36 @@ func (s *Space) Synchronize(ctx context.Context) error {
 	return nil
 }
 
-// pausable lists the own live blocks that a pause releases, by device and
-// then by number. mu is held.
-func (s *Space) pausable() []*block {
-	var list []*block
+// pausable lists the own memory that a pause releases, by device and then by
+// address. mu is held.
+func (s *Space) pausable() []*memory {
+	return s.own(func(m *memory) bool { return m.live && m.keep == "" })
+}
+
+// own lists the own memory for which choose answers true, by device and then by
+// address. mu is held.
+func (s *Space) own(choose func(m *memory) bool) []*memory {
+	var list []*memory
 	for _, b := range s.blocks {
-		if b.live && b.keep == "" {
-			list = append(list, b)
+		if b.mem.blocks[0] == b && choose(b.mem) {
+			list = append(list, b.mem)
 		}
 	}
-	sortBlocks(list)
+	slices.SortFunc(list, func(a, b *memory) int {
+		return cmp.Or(cmp.Compare(a.prop.Location, b.prop.Location), cmp.Compare(a.blocks[0].home, b.blocks[0].home),
+			cmp.Compare(a.blocks[0].id, b.blocks[0].id))
+	})
+	return list
+}
+
+// imported lists peers' memory. mu is held.
+func (s *Space) imported() []*memory {
+	var list []*memory
+	for _, b := range s.imports {
+		if len(b.mem.blocks) > 0 && b.mem.blocks[0] == b { // else it is being fetched
+			list = append(list, b.mem)
+		}
+	}
 	return list
 }
 
@@ -91,33 +110,28 @@ func (s *Space) pausable() []*block {
 // held.
 func (s *Space) plan(b *block) *offload.Contents {
 	c := &offload.Contents{}
-	add := func(list *[]offload.Range, off, size uint64) {
-		at := b.home + cuda.Ptr(off)
-		if k := len(*list); k > 0 && (*list)[k-1].At+cuda.Ptr((*list)[k-1].Size) == at {
-			(*list)[k-1].Size += size
-			return
-		}
-		*list = append(*list, offload.Range{At: at, Size: size})
-	}
+	zero := false
 	for _, h := range b.handles {
 		size := min(roundUp(h.size, b.class.unit()), b.size-h.off)
 		kept := size
 		if s.options.ControlOnly && h.exported {
 			kept = min(size, controlRegion)
 		}
-		add(&c.Kept, h.off, kept)
-		if kept < size {
-			add(&c.Zeroed, h.off+kept, size-kept)
-		}
+		c.Keep(b.home+cuda.Ptr(h.off), kept)
+		zero = zero || kept < size
+	}
+	if zero { // in one call, before what is kept is copied in
+		c.Zeroed = []offload.Range{{At: b.home, Size: b.size, Rows: 1}}
 	}
 	return c
 }
 
-// Paused is what Pause gave back.
+// Paused is what Vacate gave back.
 type Paused struct {
-	Released uint64 // bytes of own physical memory
-	Detached uint64 // bytes of peers' memory no longer mapped here
-	Copied   uint64 // bytes kept on the host
+	Released uint64        // bytes of own physical memory
+	Detached uint64        // bytes of peers' memory no longer mapped here
+	Copied   uint64        // bytes kept on the host
+	Copying  time.Duration // until the last copy had ended
 }
 
 // Leave says whether a pause is under way. What it is about to release is not
@@ -130,71 +144,161 @@ func (s *Space) Leave(leaving bool) {
 	s.broadcast()
 }
 
-// Save copies the contents of all own memory that a pause releases to the
-// arena. Kernels that could write to it must have ended, here and in all peers.
-// Until the matching Release or Forget, no block is made or freed.
-func (s *Space) Save(arena *offload.Arena) (err error) {
+// Vacate copies the contents of all own memory that a pause releases to the
+// arena and gives the memory back, and lets go of peers' memory. Kernels that
+// could write to it must have ended, here and in all peers.
+//
+// While the copies run, peers' memory is let go of, and own memory as soon as
+// it is copied, so that little is left to do after the last copy. If a copy or
+// the driver fails, own memory is put back. If even that fails, Whole is false,
+// and Restore brings back what is missing. Peers' memory is to be attached
+// again.
+func (s *Space) Vacate(arena *offload.Arena) (p Paused, err error) {
 	s.structure.Lock()
+	defer s.structure.Unlock()
 	defer func() {
 		if err != nil {
-			s.Forget()
+			p = Paused{}
+			s.Resumed()
 		}
 	}()
 	s.mu.Lock()
-	blocks := s.pausable()
-	var total uint64
-	for _, b := range blocks {
-		b.contents = s.plan(b)
-		total += b.contents.Bytes()
+	list := s.pausable()
+	for _, m := range list {
+		for _, b := range m.blocks {
+			b.contents = s.plan(b)
+			p.Copied += b.contents.Bytes()
+		}
 	}
 	s.mu.Unlock()
-	arena.Reset()
-	err = s.byDevice(blocks, func(d *Device, blocks []*block) error {
-		if err := arena.Grow(total); err != nil {
-			return err
+	started := time.Now()
+	if err := s.copyOut(list, arena, p.Copied); err != nil {
+		return p, fmt.Errorf("copy out: %w", err)
+	}
+	if err := s.AnyDevice(func() error { p.Detached = s.detach(); return nil }); err != nil {
+		return p, err
+	}
+	var released []*memory
+	err = s.byDevice(list, func(_ *Device, m *memory) error {
+		if err := s.driver.Wait(m.copied); err != nil {
+			return fmt.Errorf("copy out: %w", err)
 		}
-		for _, b := range blocks {
-			if err := b.contents.Save(s.driver, arena, d.stream); err != nil {
+		p.Copying = time.Since(started)
+		if err := s.evaporate(m); err != nil {
+			return fmt.Errorf("release: %w", err)
+		}
+		released = append(released, m)
+		p.Released += m.size
+		return nil
+	})
+	if err != nil {
+		return p, errors.Join(err, s.putBack(released), s.waitStreams())
+	}
+	s.endUnusedSlabs(list)
+	return p, nil
+}
+
+// copyOut starts to copy out the contents of the memory, which is sorted by
+// device. On failure no copy is under way.
+func (s *Space) copyOut(list []*memory, arena *offload.Arena, total uint64) error {
+	arena.Prefer(s.node())
+	if err := arena.Begin(total); err != nil {
+		return err
+	}
+	used := map[*Device]int{}
+	return s.byDevice(list, func(d *Device, m *memory) error {
+		for _, c := range m.contents() {
+			if err := c.Save(s.driver, arena, d.stream); err != nil {
 				return err
 			}
 		}
-		return nil
+		if used[d] == len(d.events) {
+			e, err := s.driver.NewEvent()
+			if err != nil {
+				return err
+			}
+			d.events = append(d.events, e)
+		}
+		m.copied = d.events[used[d]]
+		used[d]++
+		return s.driver.Record(m.copied, d.stream)
 	})
-	return errors.Join(err, s.waitStreams())
 }
 
-// Forget undoes Save.
-func (s *Space) Forget() {
-	s.mu.Lock()
-	for _, b := range s.blocks {
-		if b.live {
-			b.contents = nil
+// node answers the memory node next to all devices, -1 where they differ.
+func (s *Space) node() int {
+	node := -1
+	for i, d := range s.Devices() {
+		if i > 0 && d.node != node {
+			return -1
+		}
+		node = d.node
+	}
+	return node
+}
+
+// detach lets go of peers' memory and answers how many bytes of it. What the
+// driver refuses to let go stays mapped: nothing is lost, and the next resume
+// replaces it.
+func (s *Space) detach() (bytes uint64) {
+	for _, m := range s.attached() {
+		if err := s.evaporate(m); err != nil {
+			slog.Warn("peer's memory stays mapped", "peer", m.owner.String(), "error", err)
+			continue
+		}
+		bytes += m.size
+	}
+	return bytes
+}
+
+// endUnusedSlabs ends slabs without memory that nobody needs. What else of the
+// slabs' memory was freed is free, uncleared: their next memory is new, and
+// nothing was kept of it.
+func (s *Space) endUnusedSlabs(list []*memory) {
+	for _, m := range list {
+		s.mu.Lock()
+		blocks := slices.Clone(m.blocks)
+		for _, b := range blocks {
+			for _, part := range b.dirty {
+				b.uncarve(part)
+			}
+			b.dirty = nil
+		}
+		s.mu.Unlock()
+		for _, b := range blocks {
+			if err := s.endEmpty(b); err != nil {
+				slog.Warn("end a slab", "error", err)
+			}
 		}
 	}
-	s.mu.Unlock()
-	s.structure.Unlock()
 }
 
-// byDevice calls f for each device's blocks, which are sorted by device, with
-// its context current and a stream. The work that f starts may go on after.
-func (s *Space) byDevice(blocks []*block, f func(d *Device, blocks []*block) error) error {
-	for len(blocks) > 0 {
-		ordinal := blocks[0].prop.Location
-		n := slices.IndexFunc(blocks, func(b *block) bool { return b.prop.Location != ordinal })
+// byDevice calls f for each memory of the list, which is sorted by device,
+// with the device's context current and a stream. The work that f starts may go
+// on after, unless one fails.
+func (s *Space) byDevice(list []*memory, f func(d *Device, m *memory) error) error {
+	for len(list) > 0 {
+		ordinal := list[0].prop.Location
+		n := slices.IndexFunc(list, func(m *memory) bool { return m.prop.Location != ordinal })
 		if n < 0 {
-			n = len(blocks)
+			n = len(list)
 		}
 		err := s.onDevice(ordinal, func(d *Device) error {
 			if err := s.stream(d); err != nil {
 				return err
 			}
-			return f(d, blocks[:n])
+			for _, m := range list[:n] {
+				if err := f(d, m); err != nil {
+					return err
+				}
+			}
+			return nil
 		})
 		if err != nil {
 			// Copies that were started must not go on into memory that is used otherwise.
 			return errors.Join(err, s.waitStreams())
 		}
-		blocks = blocks[n:]
+		list = list[n:]
 	}
 	return nil
 }
@@ -208,134 +312,85 @@ func (s *Space) stream(d *Device) (err error) {
 	return err
 }
 
-// waitStreams waits until all copies that were started have ended.
+// waitStreams waits until all copies that were started have ended. A wait that
+// fails is made once more: after a failure, the memory that copies use is let go.
 func (s *Space) waitStreams() error {
 	var errs []error
 	for _, d := range s.Devices() {
-		if d.stream != 0 {
-			errs = append(errs, s.driver.With(d.Context, func() error { return s.driver.StreamSynchronize(d.stream) }))
+		if d.stream == 0 {
+			continue
+		}
+		wait := func() error { return s.driver.StreamSynchronize(d.stream) }
+		if err := s.driver.With(d.Context, wait); err != nil {
+			errs = append(errs, err, s.driver.With(d.Context, wait))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// Vacate gives back what Save has copied, and lets go of peers' memory. If the
-// driver refuses, all is put back and the process is as before Save. If even
-// that fails, Whole is false, and Restore brings back what is missing.
-func (s *Space) Vacate() (Paused, error) {
-	defer s.structure.Unlock()
-	var p Paused
+// attached lists the peers' memory that is mapped and may be let go.
+func (s *Space) attached() []*memory {
 	s.mu.Lock()
-	blocks := s.saved()
-	s.mu.Unlock()
-	err := s.anyDevice(func() error {
-		for i, b := range blocks {
-			p.Released += b.size
-			p.Copied += b.contents.Bytes()
-			if err := s.evaporate(b); err != nil {
-				return errors.Join(err, s.putBack(blocks[:i]), s.waitStreams())
-			}
-			s.freeDirty(b)
-		}
-		for _, b := range s.attached() {
-			// A peer's memory that can't be let go stays mapped: nothing is
-			// lost, and the next resume replaces it.
-			if err := s.evaporate(b); err != nil {
-				slog.Warn("peer's memory stays mapped", "peer", b.owner.String(), "error", err)
-				continue
-			}
-			p.Detached += b.size
-		}
-		return nil
+	defer s.mu.Unlock()
+	// Of an owner that has ended or has freed it, this mapping is all that
+	// holds the memory: what can't be had again is kept.
+	return slices.DeleteFunc(s.imported(), func(m *memory) bool {
+		return !m.live || m.keep != "" || s.peers.Gone(*m.owner) ||
+			slices.ContainsFunc(m.blocks, func(b *block) bool { return b.fetching != nil })
 	})
-	if err != nil {
-		s.Resumed()
-		return Paused{}, err
-	}
-	return p, nil
 }
 
-// freeDirty makes what is dirty free, uncleared: the block's next memory is new,
-// and Save has kept nothing of it.
-func (s *Space) freeDirty(b *block) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, part := range b.dirty {
-		b.uncarve(part)
-	}
-	b.dirty = nil
-}
-
-// saved lists the own live blocks whose contents are in the arena. mu is held.
-func (s *Space) saved() []*block {
-	return slices.DeleteFunc(s.pausable(), func(b *block) bool { return b.contents == nil })
-}
-
-// attached lists the peers' blocks that are mapped and may be let go.
-func (s *Space) attached() []*block {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	var list []*block
-	for _, b := range s.imports {
-		// Of an owner that has ended or has freed it, this mapping is all that
-		// holds the memory: what can't be had again is kept.
-		if b.live && b.keep == "" && b.fetching == nil && !s.peers.Gone(*b.owner) {
-			list = append(list, b)
-		}
-	}
-	return list
-}
-
-// putBack restores blocks whose contents are in the arena, up to the copies,
-// which it only starts: see Fill.
-func (s *Space) putBack(blocks []*block) error {
-	if len(blocks) == 0 {
+// putBack makes own memory again whose contents are in the arena, and starts to
+// copy them in: see Fill.
+func (s *Space) putBack(list []*memory) error {
+	if len(list) == 0 {
 		return nil
 	}
 	s.mu.Lock()
 	s.generation++ // importers are to fetch the new memory
 	s.mu.Unlock()
-	for i, b := range blocks {
-		if b.live { // an earlier attempt could not release it again
-			continue
+	var made []*memory
+	err := s.byDevice(list, func(d *Device, m *memory) error {
+		if !m.live { // else an earlier attempt could not release it again
+			if err := s.materialise(m); err != nil {
+				return s.needed(m.prop.Location, made, err)
+			}
+			made = append(made, m)
 		}
-		if err := s.materialise(b); err != nil {
-			return s.needed(b.prop.Location, blocks[:i], err)
-		}
-	}
-	s.mu.Lock()
-	for _, b := range blocks {
-		b.filling = true
-	}
-	s.broadcast() // peers may fetch them now, though they are not to use them before they are told
-	s.mu.Unlock()
-	return s.byDevice(blocks, func(d *Device, blocks []*block) error {
-		for _, b := range blocks {
-			if err := b.contents.Restore(s.driver, d.stream); err != nil {
+		s.mu.Lock()
+		m.filling = true
+		contents := m.contents()
+		s.mu.Unlock()
+		for _, c := range contents {
+			if err := c.Restore(s.driver, d.stream); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
+	s.mu.Lock()
+	s.broadcast() // peers may fetch it now, though they are not to use it before they are told
+	s.mu.Unlock()
+	return err
 }
 
 // needed makes an out of memory error say how much is needed and free once
 // the blocks made so far have been released again.
-func (s *Space) needed(ordinal int32, made []*block, err error) error {
+func (s *Space) needed(ordinal int32, made []*memory, err error) error {
 	if !errors.Is(err, cuda.ErrOutOfMemory) {
 		return err
 	}
 	oom := &OutOfMemoryError{Device: ordinal}
 	s.mu.Lock()
 	for _, b := range s.blocks {
-		if !b.live && b.prop.Location == ordinal {
+		if !b.mem.live && b.mem.prop.Location == ordinal {
 			oom.Needed += b.size
 		}
 	}
 	var again uint64
-	for _, b := range made {
-		if b.prop.Location == ordinal {
-			again += b.size
+	for _, m := range made {
+		if m.prop.Location == ordinal {
+			again += m.size
 		}
 	}
 	s.mu.Unlock()
@@ -360,21 +415,23 @@ func (s *Space) Restore() (Restored, error) {
 	defer s.structure.Unlock()
 	var r Restored
 	s.mu.Lock()
-	var blocks []*block
-	for _, b := range s.blocks {
-		if !b.live || b.contents != nil {
-			blocks = append(blocks, b)
-			r.Bytes += b.size
-			r.Copied += b.contents.Bytes()
+	s.regroup()
+	list := s.own(func(m *memory) bool { return !m.live || len(m.contents()) > 0 })
+	for _, m := range list {
+		r.Bytes += m.size
+		for _, c := range m.contents() {
+			r.Copied += c.Bytes()
 		}
 	}
+	// Not before all of it is there: what fails must be released again.
+	s.leaving = true
 	s.mu.Unlock()
-	sortBlocks(blocks)
-	return r, s.anyDevice(func() error {
-		err := s.putBack(blocks)
-		for _, b := range blocks {
-			if err != nil && b.live {
-				err = errors.Join(err, s.evaporate(b))
+	defer s.Leave(false)
+	return r, s.AnyDevice(func() error {
+		err := s.putBack(list)
+		for _, m := range list {
+			if err != nil && m.live {
+				err = errors.Join(err, s.evaporate(m))
 			}
 		}
 		return err
@@ -389,8 +446,11 @@ func (s *Space) Fill() error {
 	s.mu.Lock()
 	ended := s.ended
 	s.ended = nil
-	for _, b := range s.blocks {
-		b.filling = false
+	for _, m := range s.own(func(*memory) bool { return true }) {
+		m.filling = false
+	}
+	for _, b := range ended {
+		b.mem.filling = false
 	}
 	s.mu.Unlock()
 	for _, b := range ended {
@@ -399,25 +459,19 @@ func (s *Space) Fill() error {
 	return err
 }
 
-func sortBlocks(blocks []*block) {
-	slices.SortFunc(blocks, func(a, b *block) int {
-		return cmp.Or(cmp.Compare(a.prop.Location, b.prop.Location), cmp.Compare(a.id, b.id))
-	})
-}
-
 // Abandon undoes a Restore whose process can't resume after all. The contents
 // are still kept: nobody was told to use the memory.
 func (s *Space) Abandon() error {
 	s.structure.Lock()
 	defer s.structure.Unlock()
-	blocks := s.attached()
+	list := s.attached()
 	s.mu.Lock()
-	blocks = append(blocks, s.saved()...)
+	list = append(list, s.own(func(m *memory) bool { return m.live && len(m.contents()) > 0 })...)
 	s.mu.Unlock()
-	return s.anyDevice(func() error {
+	return s.AnyDevice(func() error {
 		var errs []error
-		for _, b := range blocks {
-			errs = append(errs, s.evaporate(b))
+		for _, m := range list {
+			errs = append(errs, s.evaporate(m))
 		}
 		return errors.Join(errs...)
 	})
@@ -428,10 +482,10 @@ func (s *Space) Resumed() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range s.blocks {
-		if b.live {
+		if b.mem.live {
 			b.contents = nil
 		}
-		b.filling = false
+		b.mem.filling = false
 	}
 }
 
@@ -440,7 +494,7 @@ func (s *Space) Whole() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range s.blocks {
-		if !b.live {
+		if !b.mem.live {
 			return false
 		}
 	}
@@ -452,6 +506,25 @@ func (s *Space) Generation() uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.generation
+}
+
+// Footprint answers how many bytes a pause would keep on the host now.
+func (s *Space) Footprint() (bytes uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, m := range s.pausable() {
+		for _, b := range m.blocks {
+			bytes += s.plan(b).Bytes()
+		}
+	}
+	return bytes
+}
+
+// Changed answers a channel that is closed when memory is made, shared or freed.
+func (s *Space) Changed() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.changed
 }
 
 // Attach maps peers' memory again: what is not mapped, and what is mapped of a
@@ -483,7 +556,7 @@ func (b *block) stale(current func(owner peer.Identity) uint64) bool {
 	if b.fetching != nil || b.lost {
 		return false
 	}
-	return !b.live || (b.keep == "" && b.generation < current(*b.owner))
+	return !b.mem.live || (b.mem.keep == "" && b.mem.generation < current(*b.owner))
 }
 
 // Stale tells whether any peer's memory is to be mapped again.
@@ -514,7 +587,7 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 	for i, b := range blocks {
 		ids[i] = b.id
 	}
-	fds, generation, err := s.peers.Fetch(ctx, owner, ids)
+	list, generation, err := s.peers.Fetch(ctx, owner, ids)
 	if errors.Is(err, peer.ErrGone) && len(blocks) > 1 {
 		for _, b := range blocks { // one of them is gone: find out which
 			if err := s.attachFrom(ctx, owner, []*block{b}); err != nil {
@@ -539,43 +612,37 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 	if err != nil {
 		return err
 	}
-	defer func() {
-		for _, fd := range fds {
-			_ = unix.Close(fd)
-		}
-	}()
+	defer closeAll(list)
 	s.structure.RLock()
 	defer s.structure.RUnlock()
-	return s.anyDevice(func() error {
+	return s.AnyDevice(func() error {
+		// All that was mapped before goes first: what comes may span it.
 		var errs []error
-		for i, b := range blocks {
-			errs = append(errs, s.reattach(b, fds[i], generation))
+		for _, b := range blocks {
+			errs = append(errs, s.letGo(b))
+		}
+		if err := errors.Join(errs...); err != nil {
+			return err
+		}
+		for _, got := range list {
+			errs = append(errs, s.attach(owner, got, generation))
 		}
 		return errors.Join(errs...)
 	})
 }
 
-// reattach maps a peer's memory again, unless NCCL has freed it meanwhile.
-// structure is held.
-func (s *Space) reattach(b *block, fd int, generation uint64) error {
-	s.mu.Lock()
-	freed := s.imports[importKey{b.owner.ID, b.id}] != b
-	s.mu.Unlock()
-	if freed {
+// letGo unmaps a peer's memory of an earlier generation. structure is held.
+func (s *Space) letGo(b *block) error {
+	b.mem.rights.Lock()
+	defer b.mem.rights.Unlock()
+	if !b.mem.live {
 		return nil
 	}
-	b.rights.Lock()
-	defer b.rights.Unlock()
-	if b.live { // of an earlier generation
-		if err := s.evaporate(b); err != nil {
-			return err
-		}
-	}
-	return s.attach(b, fd, generation)
+	return s.evaporate(b.mem)
 }
 
-// anyDevice runs f with some device's context current.
-func (s *Space) anyDevice(f func() error) error {
+// AnyDevice runs f with some device's context current.
+func (s *Space) AnyDevice(f func() error) error {
 	devices := s.Devices()
 	if len(devices) == 0 {
 		return f()

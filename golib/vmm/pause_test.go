@@ -429,6 +429,7 @@ func TestFaultsInPause(t *testing.T) {
 		simtest.On(t, 0)
 		if err := cycle(); err != nil {
 			failures++
+			require.NoError(t, w.own.Attach(context.Background(), w.net.generation), "peers' memory was let go of first")
 			w.check(t)
 			require.Equal(t, w.used, [2]uint64{simtest.Used(t, 0), simtest.Used(t, 1)})
 			require.NoError(t, cycle(), "the second attempt")
@@ -467,8 +468,7 @@ func TestFaultsInResume(t *testing.T) {
 		w.check(t)
 		require.Equal(t, w.used, [2]uint64{simtest.Used(t, 0), simtest.Used(t, 1)})
 		undo()
-		// Copies that can't be waited for may go on: of a device in that state nothing can be saved.
-	}, "cuStreamSynchronize", "cuCtxPushCurrent")
+	})
 	require.Greater(t, failures, 20)
 	require.NoError(t, w.resume())
 	w.end(t)

@@ -76,7 +76,7 @@ func (s *Space) Held(owner peer.Identity, parts []peer.Part) []peer.Part {
 func (s *Space) takeDirty(c class) []*block {
 	var blocks []*block
 	for _, b := range s.slabs[c] {
-		if len(b.dirty) > 0 && b.live && !b.filling {
+		if len(b.dirty) > 0 && b.mem.live && !b.mem.filling {
 			b.clearing, b.dirty = b.dirty, nil
 			blocks = append(blocks, b)
 		}
@@ -87,7 +87,7 @@ func (s *Space) takeDirty(c class) []*block {
 // clear zeroes what takeDirty has taken, and makes it free. What could not be
 // zeroed stays dirty. structure is held.
 func (s *Space) clear(blocks []*block) error {
-	err := s.onDevice(blocks[0].prop.Location, func(d *Device) (err error) {
+	err := s.onDevice(blocks[0].mem.prop.Location, func(d *Device) (err error) {
 		if d.clearing == 0 {
 			if d.clearing, err = s.driver.NewStream(); err != nil {
 				return err

@@ -23,6 +23,10 @@ type descriptor struct {
 	Offset    uint64
 	Size      uint64
 	Prop      cuda.Prop
+	// Of a slab: the window that the block stands in, and where.
+	Window     uint64 `json:",omitempty"`
+	WindowSize uint64 `json:",omitempty"`
+	At         uint64 `json:",omitempty"`
 }
 
 const (
@@ -38,7 +42,11 @@ func (s *Space) describe(h *handle) (int, error) {
 	if b.owner != nil {
 		owner = *b.owner
 	}
-	body, err := json.Marshal(descriptor{descriptorMagic, owner, b.id, b.size, h.off, h.size, h.prop})
+	d := descriptor{Magic: descriptorMagic, Owner: owner, Block: b.id, BlockSize: b.size, Offset: h.off, Size: h.size, Prop: h.prop}
+	if b.window != nil {
+		d.Window, d.WindowSize, d.At = b.window.id, b.window.size, uint64(b.home-b.window.base)
+	}
+	body, err := json.Marshal(d)
 	if err != nil {
 		return -1, err
 	}
@@ -72,6 +80,10 @@ func readDescriptor(fd int) (descriptor, error) {
 		return descriptor{}, fmt.Errorf("a memory descriptor of %s claims %d bytes at %d of %d: %w",
 			d.Owner, d.Size, d.Offset, d.BlockSize, cuda.ErrInvalidValue)
 	}
+	if d.WindowSize != 0 && (d.WindowSize > 1<<46 || d.At%largeUnit != 0 || d.At > d.WindowSize || d.BlockSize > d.WindowSize-d.At) {
+		return descriptor{}, fmt.Errorf("a memory descriptor of %s claims %d bytes at %d of a window of %d: %w",
+			d.Owner, d.BlockSize, d.At, d.WindowSize, cuda.ErrInvalidValue)
+	}
 	return d, nil
 }
 
@@ -82,74 +94,86 @@ func (s *Space) share(b *block) error {
 		s.mu.Unlock()
 		return nil
 	}
-	live, phys := b.live, b.phys
+	m := b.mem
+	exported := !m.live || m.fd >= 0 // what is not there is exported when it comes
 	s.mu.Unlock()
 	fd := -1
-	if live {
+	if !exported {
 		var err error
-		if fd, err = s.driver.ExportFD(phys); err != nil {
+		if fd, err = s.driver.ExportFD(m.phys); err != nil {
 			return err
 		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if b.shared { // another thread was faster
-		if fd >= 0 {
-			s.driver.CloseFD(fd)
-		}
-		return nil
+	if fd >= 0 && m.fd >= 0 { // another thread was faster
+		s.driver.CloseFD(fd)
+	} else if fd >= 0 {
+		m.fd = fd
 	}
-	b.shared, b.fd = true, fd
+	b.shared = true
 	s.broadcast()
 	return nil
 }
 
-// Serve implements peer.Handler. It makes no driver call.
-func (s *Space) Serve(ctx context.Context, to peer.Identity, ids []uint64) (fds []int, generation uint64, err error) {
-	defer func() {
-		if err != nil {
-			for _, fd := range fds {
-				_ = unix.Close(fd)
-			}
-			fds = nil
-		}
-	}()
-	for _, id := range ids {
-		fd, of, err := s.serveOne(ctx, to, id)
-		if err != nil {
-			return fds, 0, err
-		}
-		if len(fds) == 0 { // the oldest: one that is too new would hide that the memory was replaced
-			generation = of
-		}
-		fds = append(fds, fd)
-	}
-	return fds, generation, nil
-}
-
-func (s *Space) serveOne(ctx context.Context, to peer.Identity, id uint64) (fd int, generation uint64, err error) {
+// Serve implements peer.Handler. It makes no driver call. While it waits it holds
+// no descriptor, which would keep memory that is given back meanwhile.
+func (s *Space) Serve(ctx context.Context, to peer.Identity, ids []uint64) (list []peer.Memory, generation uint64, err error) {
 	for {
 		s.mu.Lock()
-		b := s.blocks[id]
-		if b == nil || !b.shared {
-			s.mu.Unlock()
-			return -1, 0, peer.ErrGone
-		}
-		if b.live && b.fd >= 0 && (b.keep != "" || !s.leaving) {
-			defer s.mu.Unlock()
-			if to.Group != s.peers.Self().Group && b.keep == "" {
-				b.keep = KeepGroup
-			}
-			fd, err = unix.FcntlInt(uintptr(b.fd), unix.F_DUPFD_CLOEXEC, 0)
-			return fd, s.generation, err
-		}
+		list, err = s.serve(to, ids)
+		generation = s.generation
 		changed := s.changed
 		s.mu.Unlock()
+		if list != nil || err != nil {
+			return list, generation, err
+		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return -1, 0, errors.New("its memory is paused: resume it first")
+			return nil, 0, errors.New("its memory is paused: resume it first")
 		}
+	}
+}
+
+// serve answers the blocks, with a descriptor of each memory that they are in, or
+// nil if one has no memory now. mu is held.
+func (s *Space) serve(to peer.Identity, ids []uint64) ([]peer.Memory, error) {
+	for _, id := range ids {
+		b := s.blocks[id]
+		if b == nil || !b.shared {
+			return nil, peer.ErrGone
+		}
+		if m := b.mem; !m.live || m.fd < 0 || (m.keep == "" && s.leaving) {
+			return nil, nil
+		}
+	}
+	list := []peer.Memory{}
+	at := map[*memory]int{}
+	for _, id := range ids {
+		b := s.blocks[id]
+		m := b.mem
+		if to.Group != s.peers.Self().Group && m.keep == "" {
+			m.keep = KeepGroup
+		}
+		i, known := at[m]
+		if !known {
+			fd, err := unix.FcntlInt(uintptr(m.fd), unix.F_DUPFD_CLOEXEC, 0)
+			if err != nil {
+				closeAll(list)
+				return nil, err
+			}
+			i, at[m] = len(list), len(list)
+			list = append(list, peer.Memory{FD: fd, Size: m.size})
+		}
+		list[i].Blocks = append(list[i].Blocks, peer.Place{Block: id, Offset: uint64(b.home - m.home)})
+	}
+	return list, nil
+}
+
+func closeAll(list []peer.Memory) {
+	for _, m := range list {
+		_ = unix.Close(m.FD)
 	}
 }
 
@@ -202,7 +226,8 @@ func (s *Space) view(d descriptor) (cuda.Handle, <-chan struct{}, error) {
 	b := s.imports[key]
 	if b == nil {
 		owner := d.Owner
-		b = &block{id: d.Block, owner: &owner, prop: d.Prop, size: d.BlockSize, fd: -1, fetching: make(chan struct{})}
+		b = &block{id: d.Block, owner: &owner, size: d.BlockSize, fetching: make(chan struct{}),
+			mem: &memory{owner: &owner, prop: d.Prop, fd: -1}}
 		s.imports[key] = b
 		s.mu.Unlock()
 		id, err := s.firstView(b, d)
@@ -243,18 +268,16 @@ func (s *Space) viewOf(b *block, d descriptor) *handle {
 func (s *Space) firstView(b *block, d descriptor) (cuda.Handle, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
 	defer cancel()
-	fds, generation, err := s.peers.Fetch(ctx, *b.owner, []uint64{b.id})
+	list, generation, err := s.peers.Fetch(ctx, *b.owner, []uint64{b.id})
 	if err != nil {
 		return 0, fmt.Errorf("import memory of %s: %w", b.owner, err)
 	}
-	defer unix.Close(fds[0])
+	defer closeAll(list)
 	s.structure.RLock()
 	defer s.structure.RUnlock()
-	home, err := s.driver.Reserve(b.size, 0, 0, 0)
-	if err == nil {
-		b.home = home
-		if err = s.attach(b, fds[0], generation); err != nil {
-			err = errors.Join(err, s.driver.AddressFree(home, b.size))
+	if err = s.settleView(b, d); err == nil {
+		if err = s.attach(*b.owner, list[0], generation); err != nil {
+			err = errors.Join(err, s.unsettle(b))
 		}
 	}
 	if err != nil {
@@ -264,24 +287,122 @@ func (s *Space) firstView(b *block, d descriptor) (cuda.Handle, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if b.owner.Group != s.peers.Self().Group {
-		b.keep = KeepGroup
+		b.mem.keep = KeepGroup
 	}
 	s.addRange(addressRange{at: b.home, size: b.size, block: b})
 	return s.viewOf(b, d).id, nil
 }
 
-// attach imports a peer's memory from fd and maps it at the block's home.
-// structure is held.
-func (s *Space) attach(b *block, fd int, generation uint64) error {
-	phys, err := s.driver.ImportFD(fd)
+// settleView gives a peer's block its home: for a slab, where it stands in the
+// owner's window. structure is held.
+func (s *Space) settleView(b *block, d descriptor) (err error) {
+	if d.WindowSize == 0 {
+		b.home, err = s.driver.Reserve(b.size, 0, 0, 0)
+		return err
+	}
+	key := importKey{d.Owner.ID, d.Window}
+	s.mu.Lock()
+	w := s.views[key]
+	if w == nil {
+		w = &window{id: d.Window, size: d.WindowSize}
+		s.views[key] = w
+	}
+	w.blocks++
+	s.mu.Unlock()
+	b.window = w
+	w.attaching.Lock()
+	defer w.attaching.Unlock()
+	if w.base == 0 {
+		if w.base, err = s.driver.Reserve(w.size, 0, 0, 0); err != nil {
+			return errors.Join(err, s.unsettle(b))
+		}
+	}
+	if w.size != d.WindowSize {
+		return errors.Join(fmt.Errorf("a window of %d bytes is said to have %d: %w", w.size, d.WindowSize, cuda.ErrInvalidValue),
+			s.unsettle(b))
+	}
+	b.home = w.base + cuda.Ptr(d.At)
+	return nil
+}
+
+// attach maps a peer's memory at the home of the blocks that stand on it,
+// unless another block has brought it here already, or NCCL has freed all of
+// them meanwhile. structure is held.
+func (s *Space) attach(owner peer.Identity, got peer.Memory, generation uint64) error {
+	m := &memory{owner: &owner, size: got.Size, fd: -1, generation: generation}
+	s.mu.Lock()
+	for _, place := range got.Blocks {
+		b := s.imports[importKey{owner.ID, place.Block}]
+		if b == nil {
+			continue
+		}
+		home := b.home - cuda.Ptr(place.Offset)
+		if !b.fits(place.Offset, got.Size) || (m.home != 0 && m.home != home) {
+			s.mu.Unlock()
+			return fmt.Errorf("%s says that a block of %d bytes stands at %d of %d bytes: %w", owner, b.size, place.Offset,
+				got.Size, cuda.ErrInvalidValue)
+		}
+		m.home = home
+		m.prop, m.extra, m.keep = b.mem.prop, b.mem.extra, b.mem.keep
+		m.access = append(m.access, without(b.mem.access, m.access)...)
+		m.blocks = append(m.blocks, b)
+	}
+	s.mu.Unlock()
+	if len(m.blocks) == 0 {
+		return nil
+	}
+	if w := m.blocks[0].window; w != nil {
+		w.attaching.Lock()
+		defer w.attaching.Unlock()
+		if s.joined(m) {
+			return s.widen(m.blocks[0], m.access)
+		}
+	}
+	phys, err := s.driver.ImportFD(got.FD)
 	if err != nil {
 		return err
 	}
-	if err := s.mapAll(b.places(), phys); err != nil {
+	if err := s.mapAll(m.places(), phys); err != nil {
 		return errors.Join(err, s.driver.Release(phys))
 	}
 	s.mu.Lock()
+	m.phys, m.live = phys, true
+	var since []cuda.Access // what NCCL has given access to meanwhile
+	for _, b := range m.blocks {
+		since = append(since, without(b.mem.access, m.access)...)
+		b.mem = m
+	}
+	s.mu.Unlock()
+	return s.widen(m.blocks[0], since)
+}
+
+// fits tells whether the block can stand at the offset of memory of the size:
+// inside it, and with all of it inside the block's window, if it has one.
+func (b *block) fits(offset, size uint64) bool {
+	if offset > size || b.size > size-offset {
+		return false
+	}
+	if b.window == nil {
+		return offset == 0 && size == b.size
+	}
+	at := uint64(b.home - b.window.base)
+	return offset <= at && offset%largeUnit == 0 && size <= b.window.size-(at-offset)
+}
+
+// joined gives m's blocks the memory that another block of the same owner,
+// place and generation has brought here, if one has. The window's attaching is held.
+func (s *Space) joined(m *memory) bool {
+	s.mu.Lock()
 	defer s.mu.Unlock()
-	b.phys, b.generation, b.live = phys, generation, true
-	return nil
+	for _, there := range s.imported() {
+		if there.live && *there.owner == *m.owner && there.home == m.home && there.size == m.size &&
+			there.generation == m.generation {
+			for _, b := range m.blocks {
+				b.mem = there
+			}
+			there.blocks = append(there.blocks, m.blocks...)
+			return true
+		}
+	}
+	return false
 }

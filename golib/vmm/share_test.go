@@ -3,8 +3,10 @@ package vmm
 import (
 	"context"
 	"encoding/json"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -404,9 +406,9 @@ func TestImportRefused(t *testing.T) {
 	p := newPair(t, 0, 64*kib)
 	self := p.owner.peers.Self()
 	for name, d := range map[string]descriptor{
-		"unknown block":    {descriptorMagic, self, 99, 2 * mib, 0, 64 * kib, prop(0)},
-		"unknown process":  {descriptorMagic, peer.Identity{ID: peer.ID{99}, PID: 77}, 1, 2 * mib, 0, 64 * kib, prop(0)},
-		"other block size": {descriptorMagic, self, 1, 4 * mib, 2 * mib, 64 * kib, prop(0)},
+		"unknown block":    {Magic: descriptorMagic, Owner: self, Block: 99, BlockSize: 2 * mib, Offset: 0, Size: 64 * kib, Prop: prop(0)},
+		"unknown process":  {Magic: descriptorMagic, Owner: peer.Identity{ID: peer.ID{99}, PID: 77}, Block: 1, BlockSize: 2 * mib, Offset: 0, Size: 64 * kib, Prop: prop(0)},
+		"other block size": {Magic: descriptorMagic, Owner: self, Block: 1, BlockSize: 4 * mib, Offset: 2 * mib, Size: 64 * kib, Prop: prop(0)},
 	} {
 		t.Run(name, func(t *testing.T) {
 			fd := memfd(t, encode(t, d), seals)
@@ -427,9 +429,9 @@ func TestImportLiesAboutSize(t *testing.T) {
 	n := nccl{Space: p.owner}
 	b := n.mustAllocate(t, 64*kib)
 	closeFD(t, exportFD(t, p.owner, b.handle))
-	fd := memfd(t, encode(t, descriptor{descriptorMagic, p.owner.peers.Self(), 1, 8 * mib, 4 * mib, 64 * kib, prop(0)}), seals)
+	fd := memfd(t, encode(t, descriptor{Magic: descriptorMagic, Owner: p.owner.peers.Self(), Block: 1, BlockSize: 8 * mib, Offset: 4 * mib, Size: 64 * kib, Prop: prop(0)}), seals)
 	_, err := p.importer.Import(fd)
-	require.ErrorIs(t, err, cuda.ErrNotSupported)
+	require.ErrorIs(t, err, cuda.ErrInvalidValue)
 	closeFD(t, fd)
 	empty(t, p.importer)
 	n.mustFree(t, b)
@@ -549,4 +551,38 @@ func importAll(s *Space, fds []int, buffers []buffer, loaded *sync.WaitGroup) er
 		}
 	}
 	return nil
+}
+
+// A peer's fetch that waits for one block keeps none of the others: a resume that
+// fails gives its memory back.
+func TestServeHoldsNothingWhileItWaits(t *testing.T) {
+	s := newSpace(t, Options{Arena: true})
+	n := nccl{Space: s}
+	before := simtest.Used(t, 0)
+	buffers := []buffer{n.mustAllocate(t, 64*kib), n.mustAllocate(t, 2*mib)}
+	fill(buffers)
+	for _, b := range buffers {
+		closeFD(t, exportFD(t, s, b.handle))
+	}
+	_, err := pause(s, offload.NewArena(simtest.Driver()))
+	require.NoError(t, err)
+	ids := slices.Sorted(maps.Keys(s.blocks))
+	first := s.blocks[ids[0]].mem
+	require.NoError(t, s.materialise(first))
+	ctx, cancel := context.WithCancel(context.Background())
+	served := make(chan error, 1)
+	go func() {
+		_, _, err := s.Serve(ctx, peer.Identity{}, ids)
+		served <- err
+	}()
+	time.Sleep(20 * time.Millisecond)
+	require.NoError(t, s.evaporate(first))
+	require.Equal(t, before, simtest.Used(t, 0))
+	cancel()
+	require.Error(t, <-served)
+	_, err = resume(s)
+	require.NoError(t, err)
+	filled(t, buffers)
+	n.mustFree(t, buffers...)
+	empty(t, s)
 }

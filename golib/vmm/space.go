@@ -16,7 +16,6 @@ package vmm
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -31,7 +30,7 @@ var ErrPass = errors.New("not amem's memory")
 // Peers is what Space needs of a peer.Node.
 type Peers interface {
 	Self() peer.Identity
-	Fetch(ctx context.Context, owner peer.Identity, blocks []uint64) ([]int, uint64, error)
+	Fetch(ctx context.Context, owner peer.Identity, blocks []uint64) ([]peer.Memory, uint64, error)
 	Drop(owner peer.Identity, block uint64)
 	Freed(block uint64)
 	Settle(part peer.Part) (unused bool)
@@ -66,8 +65,10 @@ type Space struct {
 	imports    map[importKey]*block
 	growing    map[class]chan struct{} // room in the class is being made
 	ranges     []addressRange          // by address; what is mapped where
+	windows    map[class]*window       // that new slabs go to
+	views      map[importKey]*window   // of peers' slabs; the key's number is the window's
 	devices    map[int32]*Device
-	ended      []*block         // freed while their contents were copied in: Fill discards them
+	ended      []*block         // freed while contents were copied in: Fill discards them
 	nicSites   map[uintptr]bool // where NCCL allocated what it registered with a NIC
 }
 
@@ -89,7 +90,9 @@ type Device struct {
 	Ordinal  int32
 	UUID     [16]byte
 	Context  cuda.Context // NCCL's, as of its first allocation
+	node     int          // the host's memory node next to it; -1: none
 	stream   cuda.Stream  // for copies; made when first needed
+	events   []cuda.Event // for copies; made when first needed
 	clearing cuda.Stream  // for clearing what is to be used again; made when first needed
 }
 
@@ -98,6 +101,7 @@ func New(driver *cuda.Driver, options Options) *Space {
 	return &Space{
 		driver: driver, options: options, changed: make(chan struct{}),
 		handles: map[cuda.Handle]*handle{}, blocks: map[uint64]*block{}, imports: map[importKey]*block{},
+		windows: map[class]*window{}, views: map[importKey]*window{},
 		slabs: map[class][]*block{}, growing: map[class]chan struct{}{}, devices: map[int32]*Device{}, nicSites: map[uintptr]bool{},
 	}
 }
@@ -181,10 +185,11 @@ func (s *Space) device(ordinal int32) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
+	node := s.driver.NUMANode(ordinal)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.devices[ordinal] == nil {
-		s.devices[ordinal] = &Device{Ordinal: ordinal, UUID: uuid, Context: ctx}
+		s.devices[ordinal] = &Device{Ordinal: ordinal, UUID: uuid, Context: ctx, node: node}
 	}
 	return s.devices[ordinal], nil
 }
@@ -204,18 +209,20 @@ func (s *Space) Devices() []*Device {
 // newBlock makes an own block with physical memory at a home address, with h
 // as its first handle. structure is held.
 func (s *Space) newBlock(c class, size uint64, slab bool, h *handle) error {
-	b := &block{prop: c.prop, size: size, slab: slab, class: c, fd: -1}
+	b := &block{size: size, slab: slab, class: c}
 	if slab {
 		b.free = []span{{0, size}}
 	}
-	if c.nic {
-		b.keep = KeepNIC
-	}
-	if err := s.materialise(b); err != nil {
-		if b.home != 0 {
-			err = errors.Join(err, s.driver.AddressFree(b.home, b.size))
-		}
+	if err := s.settle(b); err != nil {
 		return err
+	}
+	b.mem = &memory{prop: c.prop, size: size, home: b.home, blocks: []*block{b}, fd: -1, access: []cuda.Access{
+		{LocationType: cuda.LocationDevice, Location: c.prop.Location, Flags: cuda.ReadWrite}}}
+	if c.nic {
+		b.mem.keep = KeepNIC
+	}
+	if err := s.materialise(b.mem); err != nil {
+		return errors.Join(err, s.unsettle(b))
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -232,18 +239,18 @@ func (s *Space) newBlock(c class, size uint64, slab bool, h *handle) error {
 	return nil
 }
 
-// discard ends a block that no handle uses: its memory goes back to the
-// device. It has been taken from the tables. structure is held, mu is not.
+// discard ends a block that no handle uses; with the last block of its memory,
+// that goes back to the device. It has been taken from the tables. structure
+// is held, mu is not.
 func (s *Space) discard(b *block) error {
+	s.mu.Lock()
+	last := b.mem.live && len(b.mem.blocks) == 0
+	s.mu.Unlock()
 	var errs []error
-	if b.live {
-		errs = append(errs, s.evaporate(b))
+	if last {
+		errs = append(errs, s.evaporate(b.mem))
 	}
-	if b.home != 0 {
-		if err := s.driver.AddressFree(b.home, b.size); err != nil {
-			errs = append(errs, fmt.Errorf("free %d bytes of addresses: %w", b.size, err))
-		}
-	}
+	errs = append(errs, s.unsettle(b))
 	if b.owner == nil {
 		s.peers.Freed(b.id)
 	}

@@ -41,7 +41,7 @@ func (s *Space) Usage() ([]Usage, map[string]uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range s.blocks {
-		i, ok := index[b.prop.Location]
+		i, ok := index[b.mem.prop.Location]
 		if !ok {
 			continue
 		}
@@ -54,24 +54,27 @@ func (s *Space) Usage() ([]Usage, map[string]uint64) {
 		} else {
 			u.Direct += b.size
 		}
-		if b.live {
+		if b.mem.live {
 			u.Device += b.size
 		} else {
 			u.Paused += b.size
 		}
-		if b.keep != "" {
+		if b.mem.keep != "" {
 			u.Resident += b.size
-			resident[b.keep] += b.size
+			resident[b.mem.keep] += b.size
 		}
 	}
-	for _, b := range s.imports {
-		for _, a := range b.access {
-			if i, ok := index[a.Location]; ok && b.live {
-				list[i].Imported += b.size
+	for _, m := range s.imported() {
+		if !m.live {
+			continue
+		}
+		for _, a := range m.access {
+			if i, ok := index[a.Location]; ok {
+				list[i].Imported += m.size
 			}
 		}
-		if b.keep != "" && b.live {
-			resident["imported:"+b.keep] += b.size
+		if m.keep != "" {
+			resident["imported:"+m.keep] += m.size
 		}
 	}
 	slices.SortFunc(list, func(a, b Usage) int { return cmp.Compare(a.Ordinal, b.Ordinal) })

@@ -16,7 +16,20 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._api import State, Stats, Transition, enable, get_group_id, pause, paused, resume, set_group_id, state, stats
+    from ._api import (
+        State,
+        Stats,
+        Transition,
+        enable,
+        free_host_memory,
+        get_group_id,
+        pause,
+        paused,
+        resume,
+        set_group_id,
+        state,
+        stats,
+    )
     from .errors import (
         AmemError,
         CoreError,
@@ -60,6 +73,7 @@ __all__ = [
     "Transition",
     "__version__",
     "enable",
+    "free_host_memory",
     "get_group_id",
     "pause",
     "paused",

@@ -21,6 +21,7 @@ __all__ = [
     "Stats",
     "Transition",
     "enable",
+    "free_host_memory",
     "get_group_id",
     "pause",
     "paused",
@@ -168,7 +169,14 @@ def paused(*tags: str) -> Iterator[Transition]:
     If the body raised and the resume fails too, the resume's error is raised,
     with the body's as its __context__.
     """
-    transition = pause(*tags)
+    try:
+        transition = pause(*tags)
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C, which may have come when the library had paused already
+        if state() is State.PAUSED:
+            resume(*tags)
+        raise
     try:
         yield transition
     finally:
@@ -189,6 +197,20 @@ def stats() -> Stats:
         InternalError: the library gave no statistics.
     """
     return cast(Stats, _read_stats(_library.load()))
+
+
+def free_host_memory() -> None:
+    """Gives back the pinned host memory that pauses have kept contents in, and that is kept for the next.
+
+    Raises:
+        NotEnabledError: amem is not enabled in this process.
+        InvalidStateError: the process is paused, and the memory holds the contents.
+        AmemError: anything else. The memory is kept.
+    """
+    library = _library.loaded()
+    if library is None:
+        raise _library.not_enabled("amem is not enabled in this process")
+    _library.check(library, "amem_free_host_memory", library.amem_free_host_memory())
 
 
 def set_group_id(group: int) -> None:

@@ -111,6 +111,26 @@ except amem.OutOfMemoryError as error:
     assert found == ["fake: status 9", "KeyError('body')", "PAUSED"]
 
 
+def test_paused_resumes_when_interrupted_after_the_pause(folder: Path) -> None:
+    script = """
+from amem import _api
+amem.enable()
+read, states = _api._read_stats, []
+def interrupted(library):
+    _api._read_stats = read
+    states.append(amem.state().name)
+    raise KeyboardInterrupt
+_api._read_stats = interrupted
+try:
+    with amem.paused():
+        states.append("the body ran")
+except KeyboardInterrupt:
+    states.append(amem.state().name)
+print(json.dumps(states))
+"""
+    assert result(script, folder) == ["PAUSED", "ACTIVE"]
+
+
 def test_the_body_does_not_run_when_the_pause_fails(folder: Path) -> None:
     script = """
 amem.enable()
@@ -134,6 +154,19 @@ print(json.dumps([stats["state"], stats["last_pause"]["bytes"], frees]))
 """
     # Found by its soname: the library was loaded by its path.
     assert result(script, folder) == ["active", 4096, 1]
+
+
+def test_host_memory_is_not_freed_while_paused(folder: Path) -> None:
+    script = """
+amem.enable()
+amem.free_host_memory()
+amem.pause()
+try:
+    amem.free_host_memory()
+except amem.InvalidStateError as error:
+    print(json.dumps(str(error)))
+"""
+    assert result(script, folder) == "fake: status 7"
 
 
 def test_the_group_id_can_be_set_before_enable(folder: Path) -> None:

@@ -14,6 +14,7 @@ HOOK = {
     "amem_state",
     "amem_stats_json",
     "amem_free",
+    "amem_free_host_memory",
     "amem_set_group_id",
     "amem_get_group_id",
     "amem_last_error",

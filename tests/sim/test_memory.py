@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness import MIB, SIM, Ranks, kinds, memory, needs_libraries, ranks, resident, right
+from harness import MIB, SIM, Ranks, failure, kinds, memory, needs_libraries, ranks, resident, right
 
 pytestmark = needs_libraries
 
@@ -73,7 +73,8 @@ def poll(observer: Ranks, device: int, wanted: int) -> None:
 @ARENA
 def test_memory_is_free_only_when_the_last_peer_has_paused(arena: str) -> None:
     """A rank that has let go of nothing yet holds its peers' memory on their devices."""
-    slow = {"AMEM_SIM_DELAYS": f"cuMemUnmap={100_000 if arena == '1' else 20_000}"}
+    # Peers' memory is let go of once all copies have been started.
+    slow = {"AMEM_SIM_DELAYS": f"cuMemcpyDtoHAsync_v2={200_000 if arena == '1' else 30_000}"}
     with ranks(2, {**SMALL, "AMEM_ARENA": arena}, rank_env=[{}, slow]) as group:
         group.init(ncomm=1)
         right(group)
@@ -376,4 +377,33 @@ def test_a_split_that_is_destroyed_gives_its_memory_back() -> None:
             group.all("destroy", comm=1)
             group.all("resume")
             memory(group, used)
+        right(group)
+
+
+# Of the process, in bytes; the first line of statm is in pages of 4 KiB.
+FREE = "amem.free_host_memory()"
+RESIDENT = "4096 * int(open('/proc/self/statm').read().split()[1])"
+
+
+def test_host_memory_is_got_ahead_and_given_back_on_request() -> None:
+    with ranks(2, {**SMALL, "AMEM_HOST_PREALLOC": "1"}) as group:
+        group.init(ncomm=1)
+        right(group)
+        arena = "amem.stats()['host']['arena_bytes']"
+        pins = "amem.stats()['driver_calls'].get('cuMemHostRegister', 0)"
+        deadline = time.monotonic() + 20
+        while not all(group.all("eval", expression=arena)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        before = group.all("eval", expression=pins)
+        assert min(before) > 0
+        group.all("pause")
+        assert group.all("eval", expression=pins) == before, "the first pause pins nothing"
+        assert "resume first" in failure(lambda: group.all("eval", expression=FREE), "InvalidStateError")
+        group.all("resume")
+        held = group.all("eval", expression=RESIDENT)
+        group.all("eval", expression=FREE)
+        assert group.all("eval", expression=arena) == [0, 0]
+        assert all(now < then - MIB for now, then in zip(group.all("eval", expression=RESIDENT), held))
+        group.all("pause")
+        group.all("resume")
         right(group)

@@ -63,6 +63,7 @@ func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 		Space:    vmm.Options{Arena: config.arena != 0, ControlOnly: config.control_only != 0, Timeout: timeout},
 		SetGuard: func(g session.Guard) { C.amem_set_guard(guard, C.int(g)) },
 		Launches: func() int { return int(C.amem_launches(launches)) },
+		Prealloc: config.host_prealloc != 0,
 	})
 	if err != nil {
 		return controlError(err, text)
@@ -261,6 +262,12 @@ func amemStats() (text *C.char) {
 		return nil
 	}
 	return C.CString(string(body))
+}
+
+//export amemFreeHost
+func amemFreeHost(text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	return controlError(current.FreeHost(), text)
 }
 
 //export amemSetGroup

@@ -37,6 +37,7 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->resume = (void *)amemResume;
     core->state = amemState;
     core->stats = amemStats;
+    core->free_host = amemFreeHost;
     core->set_group = amemSetGroup;
     core->get_group = amemGetGroup;
     return AMEM_OK;
