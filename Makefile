@@ -20,7 +20,7 @@ python := $(venv)/bin/python
 pip := $(python) -m pip install --quiet --disable-pip-version-check
 export GO PYTHON
 
-.PHONY: lib help wheel install venv lint lint-go lint-py test test-go test-py race tsan fuzz soak demo clean
+.PHONY: lib help wheel install venv lint lint-go lint-py test test-go test-py race tsan fuzz soak sim-bench demo clean
 
 # Several targets install into build/venv.
 .NOTPARALLEL:
@@ -58,7 +58,7 @@ lint-py: venv
 test: lib lint install test-go test-py ## every check that needs no GPU
 
 test-go:
-	$(GO) test -race -timeout 300s ./golib/...
+	$(GO) test -race -timeout 600s ./golib/...
 
 test-py: venv
 	$(python) -m pytest -rs
@@ -81,6 +81,9 @@ fuzz: ## each fuzz target for FUZZTIME
 soak: lib venv ## STARTS starts, and CYCLES cycles of pause and resume with random work and faults
 	AMEM_LIBRARY_DIR=$(CURDIR)/build/lib AMEM_SIM_LIBRARY_DIR=$(CURDIR)/build/sim \
 		$(python) tests/sim/soak.py --cycles $(CYCLES) --starts $(STARTS)
+
+sim-bench: lib venv ## how the cost grows with ranks and communicators, on the simulator
+	AMEM_LIBRARY_DIR=$(CURDIR)/build/lib AMEM_SIM_LIBRARY_DIR=$(CURDIR)/build/sim $(python) bench/sim_bench.py
 
 demo: install ## the wheel, installed, and what it does, on a simulated GPU if there is none
 	$(python) -m amem demo

@@ -28,6 +28,8 @@ import launch
 
 BYTES = 64 << 20
 SPEED_BYTES = 256 << 20
+# What is timed while active: bytes, and how often in a row.
+SIZES = {1 << 20: 100, 16 << 20: 50, SPEED_BYTES: 20}
 COPY_BYTES = 1 << 30
 VERIFIED = (64, 4000, 133_332, 1 << 20, 8 << 20, BYTES)
 VALUES = 1 << 18
@@ -167,12 +169,16 @@ class Bench:
         torch.cuda.synchronize()
         self.peers.barrier()
         active = self.used()
+        calls = self.driver_calls()
         pause = self.timed(self.release)
+        pause_calls = self.driver_calls() - calls
         self.peers.barrier()
         # The driver frees what was shared when its last user lets go, which may be a little later.
         time.sleep(0.1)
         paused = self.used()
+        calls = self.driver_calls()
         resume = self.timed(self.restore)
+        resume_calls = self.driver_calls() - calls
         first = self.timed(self.collectives)
         values: dict[str, Any] = {
             "active_bytes": active - self.base,
@@ -180,6 +186,8 @@ class Bench:
             "pause_s": pause,
             "resume_s": resume,
             "first_collective_s": first,
+            "pause_calls": pause_calls,
+            "resume_calls": resume_calls,
             "wrong": self.wrong_elements(),
         }
         if self.params["kind"] == "amem":
@@ -190,6 +198,26 @@ class Bench:
             values["last_resume"] = stats.get("last_resume")
         return values
 
+    def driver_calls(self) -> int:
+        """The calls of the driver that amem has made in this process, but those for statistics."""
+        if self.params["kind"] != "amem":
+            return 0
+        import amem
+
+        stats: Any = amem.stats()
+        return sum(n for name, n in stats["driver_calls"].items() if name not in ("cuMemGetInfo", "cuCtxPushCurrent"))
+
+    def wait_for_host_memory(self) -> None:
+        """Until amem has got the host memory ahead, as between two phases of a training step."""
+        import amem
+
+        held, since = -1, time.monotonic()
+        while time.monotonic() - since < 3:
+            stats: Any = amem.stats()
+            if stats["host"]["arena_bytes"] != held:
+                held, since = stats["host"]["arena_bytes"], time.monotonic()
+            time.sleep(0.05)
+
     def memory(self) -> dict[str, Any]:
         if self.params["kind"] == "suspend" and not self.nccl.can_suspend:
             return {"skipped": f"NCCL {self.nccl.version()} has no ncclCommSuspend"}
@@ -197,6 +225,9 @@ class Bench:
         init = self.timed(self.init)
         first = self.timed(self.collectives)
         wrong = self.wrong_elements()
+        if os.environ.get("AMEM_HOST_PREALLOC") == "1":
+            launch.report(stage="wait for host memory")
+            self.wait_for_host_memory()
         cycles: list[dict[str, Any]] = []
         started = time.monotonic()
         while len(cycles) <= int(self.params["cycles"]):
@@ -237,23 +268,25 @@ class Bench:
 
     def round_of_speed(self, graph: Any, replays: int) -> dict[str, float]:
         communicator = self.communicators[0]
-        large, small = self.source.numel(), 2
+        values: dict[str, float] = {}
 
-        def repeat(count: int, elements: int) -> None:
-            for _ in range(count):
-                self.all_reduce(communicator, elements)
+        def seconds(action: Callable[[], None], count: int) -> float:
+            def repeat(times: int) -> None:
+                for _ in range(times):
+                    action()
 
-        repeat(3, large)
-        seconds = self.event_seconds(lambda: repeat(20, large)) / 20
-        repeat(20, small)
-        eager = self.event_seconds(lambda: repeat(300, small)) / 300
-        graph.replay()
-        captured = self.event_seconds(lambda: [graph.replay() for _ in range(5)]) / 5 / replays
-        return {
-            "bus_bytes_per_s": 4 * large / seconds * 2 * (self.world - 1) / self.world,
-            "eager_s": eager,
-            "graph_s": captured,
-        }
+            repeat(3)
+            return self.event_seconds(functools.partial(repeat, count)) / count
+
+        for size, count in SIZES.items():
+            elements, others = size // 4, (self.world - 1) / self.world
+            taken = seconds(functools.partial(self.all_reduce, communicator, elements), count)
+            values[f"all_reduce_{size >> 20}"] = size / taken * 2 * others
+            taken = seconds(functools.partial(self.all_to_all, communicator, elements // self.world), count)
+            values[f"all_to_all_{size >> 20}"] = size / taken * others
+        values["eager_s"] = seconds(functools.partial(self.all_reduce, communicator, 2), 300)
+        values["graph_s"] = seconds(graph.replay, 5) / replays
+        return values
 
     def copy_rates(self) -> dict[str, float]:
         """All ranks of one job copy between pinned host memory and their GPU at once."""

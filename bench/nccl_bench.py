@@ -43,6 +43,7 @@ class Mode:
 
 MODES = [
     Mode("amem", "amem, all copied", "amem", ENABLED),
+    Mode("prealloc", "amem, host memory ahead", "amem", {**ENABLED, "AMEM_HOST_PREALLOC": "1"}),
     Mode("control", "amem, control regions only", "amem", {**ENABLED, "AMEM_NCCL_OFFLOAD_FREE_TAG": "7"}),
     Mode("direct", "amem, AMEM_ARENA=0", "amem", {**ENABLED, "AMEM_ARENA": "0"}),
     Mode("suspend", "ncclCommSuspend", "suspend"),
@@ -102,6 +103,8 @@ def summarise_mode(mode: Mode, outcome: launch.Outcome) -> dict[str, Any]:
             pause_s=median(pauses[1:]),
             resume_s=median(resumes[1:]),
             first_collective_s=median(firsts[1:]),
+            pause_calls=median([float(n) for n in slowest("pause_calls")[1:]]),
+            resume_calls=median([float(n) for n in slowest("resume_calls")[1:]]),
             wrong=sum(int(c["wrong"]) for r in results for c in r["cycles"])
             + sum(int(r.get("wrong_before", 0)) for r in results),
             pause_parts={k: inner("last_pause", k) for k in PAUSE_PARTS},
@@ -132,7 +135,7 @@ def summarise_speed(outcome: launch.Outcome, gpus: int, rounds: int) -> dict[str
     if outcome.status != "PASS":
         return row
     jobs = {"amem": outcome.results[:gpus], "stock": outcome.results[gpus:]}
-    measures = {"bus_bytes_per_s": min, "eager_s": max, "graph_s": max}
+    measures = {key: max if key.endswith("_s") else min for key in outcome.results[0]["rounds"][0]}
     for name, results in jobs.items():
         if sum(int(r["wrong"]) for r in results):
             row.update(status="FAIL", reason=f"{name}: elements were wrong")
@@ -189,10 +192,12 @@ def number(value: Any, scale: float = 1.0, digits: int = 0) -> str:
 
 def mode_table(rows: list[dict[str, Any]], speed: dict[str, Any]) -> list[list[str]]:
     head = ["mode", "result", "MB in use", "init s", "connect s", "first pause ms", "pause ms", "floor ms"]
-    head += ["resume ms", "next coll ms", "given MB", "given %", "cycles", "note"]
+    head += ["resume ms", "floor ms", "next coll ms", "calls", "given MB", "given %", "cycles", "note"]
     lines = [head]
     for row in rows:
-        copied, rate = row.get("copied_bytes"), speed.get("to_host_bytes_per_s")
+        copied = row.get("copied_bytes")
+        out, back = (speed.get(f"to_{where}_bytes_per_s") for where in ("host", "device"))
+        calls = [number(row.get(key)) for key in ("pause_calls", "resume_calls")]
         lines.append(
             [
                 row["label"],
@@ -202,9 +207,11 @@ def mode_table(rows: list[dict[str, Any]], speed: dict[str, Any]) -> list[list[s
                 number(row.get("connect_s"), 1, 2),
                 number(row.get("first_pause_s"), 1e3),
                 number(row.get("pause_s"), 1e3, 1),
-                number(copied / rate if copied and rate else None, 1e3, 1),
+                number(copied / out if copied and out else None, 1e3, 1),
                 number(row.get("resume_s"), 1e3, 1),
+                number(copied / back if copied and back else None, 1e3, 1),
                 number(row.get("first_collective_s"), 1e3, 1),
+                "+".join(calls),
                 number(row.get("given_bytes"), 2**-20),
                 number(row.get("given_back"), 100, 1),
                 number(row.get("cycles")),
@@ -217,10 +224,15 @@ def mode_table(rows: list[dict[str, Any]], speed: dict[str, Any]) -> list[list[s
 def speed_table(speed: dict[str, Any]) -> list[list[str]]:
     lines = [["in use", "amem", "stock", "ratio", "unit"]]
     for half in ("fresh", "resumed"):
+        bandwidths = [
+            (f"{operation}_{size}", f"{operation.replace('_', '-')} of {size} MB, bus bandwidth", 1e-9, "GB/s")
+            for operation in ("all_reduce", "all_to_all")
+            for size in (1, 16, 256)
+        ]
         for key, label, scale, unit in (
-            ("bus_bytes_per_s", "all-reduce 256 MB, bus bandwidth", 1e-9, "GB/s"),
-            ("eager_s", "all-reduce 8 B, launched one by one", 1e6, "us"),
-            ("graph_s", "all-reduce 8 B, in a CUDA graph", 1e6, "us"),
+            *bandwidths,
+            ("eager_s", "all-reduce of 8 B, launched one by one", 1e6, "us"),
+            ("graph_s", "all-reduce of 8 B, in a CUDA graph", 1e6, "us"),
         ):
             when = "" if half == "fresh" else ", after a pause and resume"
             values = [speed.get(f"{who}_{half}_{key}") for who in ("amem", "stock")]

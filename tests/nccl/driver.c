@@ -157,6 +157,8 @@ static void read_options(void) {
     options.metadata = (int)number("NCCL_STANDIN_METADATA", 24, 0, MAX_METADATA);
     options.buffsize = (size_t)number("NCCL_STANDIN_BUFFSIZE", 512 << 10, 64 << 10, 1 << 30);
     options.buffsize = (options.buffsize + 0xffff) & ~(size_t)0xffff;
+    options.shareable = (size_t)number("NCCL_STANDIN_SHAREABLE", 2 << 20, 64 << 10, 1 << 30);
+    options.shareable = (options.shareable + 0xffff) & ~(size_t)0xffff;
     options.credit_delay_us = (unsigned)number("NCCL_STANDIN_CREDIT_DELAY_US", 0, 0, 60 * 1000 * 1000);
     options.timeout_s = (unsigned)number("NCCL_STANDIN_TIMEOUT_S", 120, 1, 1 << 20);
 }

@@ -15,7 +15,7 @@ struct op {
     struct ncclComm *comm;
     CUstream stream;
     struct work work;
-    uint64_t send_peers, recv_peers; /* to connect before */
+    rank_set send_peers, recv_peers; /* to connect before */
     struct registration *share;      /* to share with work.peer before */
 };
 
@@ -91,7 +91,7 @@ struct connecting {
 static ncclResult_t connect_main(void *arg) {
     struct connecting *c = arg;
     struct ncclComm *comm = c->comm;
-    uint64_t send_peers = 0, recv_peers = 0;
+    rank_set send_peers = 0, recv_peers = 0;
     CU(cuCtxSetCurrent(comm->ctx));
     for (struct op *op = c->ops; op != NULL; op = op->next) {
         if (op->comm != comm) continue;
@@ -294,7 +294,7 @@ static ncclResult_t check(const struct ncclComm *comm, const char *name, size_t 
 
 static ncclResult_t collective(struct ncclComm *comm, CUstream stream, enum work_kind kind, const void *send, void *recv,
                                size_t count, int dtype, int root) {
-    uint64_t all = comm->nranks == MAX_RANKS ? ~0ull : (1ull << comm->nranks) - 1;
+    rank_set all = comm->nranks == MAX_RANKS ? ~(rank_set)0 : RANK(comm->nranks) - 1;
     struct op op = {.comm = comm,
                     .stream = stream,
                     .work = {.kind = (uint8_t)kind,
@@ -364,9 +364,9 @@ static ncclResult_t p2p(struct ncclComm *comm, CUstream stream, enum work_kind k
                              .recv = kind == RECV ? (uintptr_t)buff : 0,
                              .count = count}};
     if (kind == SEND) {
-        op.send_peers = 1ull << peer;
+        op.send_peers = RANK(peer);
     } else {
-        op.recv_peers = 1ull << peer;
+        op.recv_peers = RANK(peer);
     }
     struct registration *reg = registration_find(comm, buff, count * dtype_size(dtype));
     if (reg != NULL && peer != comm->rank && count > 0) {

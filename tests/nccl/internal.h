@@ -15,7 +15,7 @@
 #pragma GCC visibility push(hidden)
 
 enum {
-    MAX_RANKS = 64,
+    MAX_RANKS = 128,
     MAX_CHANNELS = 8,
     MAX_METADATA = 64,
     MAX_CHECKED = 128,
@@ -23,6 +23,10 @@ enum {
     MAX_WINDOWS = 16,
     NET_BUFFERS = 3
 };
+
+/* A bit a rank of a communicator. */
+__extension__ typedef unsigned __int128 rank_set;
+#define RANK(rank) ((rank_set)1 << (rank))
 
 #define TRY(call)                                                                                                    \
     do {                                                                                                             \
@@ -138,6 +142,7 @@ struct options {
     int channels;
     int metadata;
     size_t buffsize;
+    size_t shareable; /* buffers that peers map are rounded up to this, whatever the granularity */
     unsigned credit_delay_us;
     unsigned timeout_s;
 };
@@ -315,7 +320,7 @@ ncclResult_t proxy_deregister(struct ncclComm *comm, CUdeviceptr ptr);
 void proxy_free_all(struct ncclComm *comm);
 
 /* Caller's thread, or a thread of the group. Both ends must call it for the same connections. */
-ncclResult_t transport_connect(struct ncclComm *comm, uint64_t send_peers, uint64_t recv_peers);
+ncclResult_t transport_connect(struct ncclComm *comm, rank_set send_peers, rank_set recv_peers);
 ncclResult_t transport_import(struct ncclComm *comm, int owner, uint64_t handle, size_t size, bool host,
                               CUdeviceptr *ptr);
 void transport_free_import(struct ncclComm *comm, CUdeviceptr ptr, size_t size, bool same_process);
@@ -393,7 +398,7 @@ struct ncclComm {
     CUdeviceptr metadata[MAX_METADATA + 2 * MAX_CHANNELS + 1];
     int nmetadata;
     struct conn send[MAX_CHANNELS][MAX_RANKS], recv[MAX_CHANNELS][MAX_RANKS];
-    uint64_t sends_connected, recvs_connected; /* a bit a peer */
+    rank_set sends_connected, recvs_connected;
     bool net_done;
 
     CUdeviceptr host_own, host_prev;

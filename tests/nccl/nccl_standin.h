@@ -8,6 +8,7 @@
  *   NCCL_DEBUG                    WARN: error texts on stderr as well
  *   NCCL_STANDIN_CHANNELS         channels a communicator (default 2, at most 8)
  *   NCCL_STANDIN_BUFFSIZE         bytes of a connection's FIFO (default 524288)
+ *   NCCL_STANDIN_SHAREABLE        what the size of a connection's buffers is a multiple of (default 2097152)
  *   NCCL_STANDIN_METADATA         small metadata allocations a communicator (default 24, at most 64)
  *   NCCL_STANDIN_HOST_NUMA        0: no shared buffers in host memory (default 1)
  *   NCCL_STANDIN_NVLS             1: a multicast object a communicator (default 0)

@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 enum {
-    SHAREABLE_MIN = 2 << 20, /* shareable buffers are rounded to this whatever the granularity */
     HOST_BUFFER = 64 << 10,
     NVLS_BUFFER = 4 << 20,
     NET_BUFFER = 1 << 20,
@@ -227,11 +226,11 @@ static ncclResult_t map_peer(struct ncclComm *comm, int peer, const struct conne
     return ncclSuccess;
 }
 
-static size_t send_size(void) { return SHAREABLE_MIN; }
+static size_t send_size(void) { return options.shareable; }
 
 static size_t recv_size(void) {
     size_t size = SIMPLE_OFFSET + options.buffsize;
-    return (size + SHAREABLE_MIN - 1) / SHAREABLE_MIN * SHAREABLE_MIN;
+    return (size + options.shareable - 1) / options.shareable * options.shareable;
 }
 
 /* The own end of a connection on each channel, and word of it to the peer. */
@@ -277,9 +276,9 @@ static ncclResult_t net_init(struct ncclComm *comm) {
     return ncclSuccess;
 }
 
-ncclResult_t transport_connect(struct ncclComm *comm, uint64_t send_peers, uint64_t recv_peers) {
-    send_peers &= ~comm->sends_connected & ~(1ull << comm->rank);
-    recv_peers &= ~comm->recvs_connected & ~(1ull << comm->rank);
+ncclResult_t transport_connect(struct ncclComm *comm, rank_set send_peers, rank_set recv_peers) {
+    send_peers &= ~comm->sends_connected & ~RANK(comm->rank);
+    recv_peers &= ~comm->recvs_connected & ~RANK(comm->rank);
     if ((send_peers | recv_peers) == 0) return ncclSuccess;
     int n = comm->nranks;
     if (options.net && !comm->net_done) {
