@@ -593,19 +593,22 @@ def connecting(r: Rank) -> dict[str, Any]:
     busy.run(100)
     busy.settle()
     collectives = 0
+    # Made once: torch hands out 32 streams in turn, also to groups, and a thread whose
+    # stream is another group's as well would wait for a collective that waits for it.
+    streams = [torch.cuda.Stream() for _ in range(int(r.params["groups"]))]
     for number in range(int(r.params["rounds"])):
         made = [g for i in range(int(r.params["groups"])) if (g := r.new_group(f"round{number}-{i}"))]
         storms = [Storm(r, [group], elements) for group in made]
         for kind in COLLECTIVES:  # the first makes the communicators, and each connects in its own way
             r.stage(f"round {number}: first {kind}")
-            at_once(r, busy, storms, kind)
+            at_once(r, busy, storms, streams, kind)
         r.stage(f"round {number}: pause")
         before = r.pause()
         r.scribble()
         r.resume(before)
         for kind in COLLECTIVES:
             r.stage(f"round {number}: {kind} after")
-            at_once(r, busy, storms, kind)
+            at_once(r, busy, storms, streams, kind)
         for storm in (busy, *storms):
             storm.settle()
         collectives += sum(s.done for s in storms)
@@ -617,7 +620,7 @@ def connecting(r: Rank) -> dict[str, Any]:
     return {"note": f"{collectives} collectives in threads, {busy.done} under way meanwhile"}
 
 
-def at_once(r: Rank, busy: Storm, storms: list[Storm], kind: str) -> None:
+def at_once(r: Rank, busy: Storm, storms: list[Storm], streams: list[Any], kind: str) -> None:
     """A collective on each storm, in a thread and on a stream of its own, while others are under way.
 
     What is under way must not need a thread that may be waiting for the
@@ -627,15 +630,15 @@ def at_once(r: Rank, busy: Storm, storms: list[Storm], kind: str) -> None:
     busy.run(100)
     r.peers.barrier()
 
-    def work(storm: Storm) -> None:
+    def work(storm: Storm, stream: Any) -> None:
         try:
             torch.cuda.set_device(r.device)
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
                 storm.one(0, kind, storm.max_elements // r.world)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(s,)) for s in storms]
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(storms, streams)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -84,7 +84,7 @@ def steps(cycles: int, rounds: int) -> list[Step]:
     storm = Step("stress", "stress", rates, deadline=90)
     controls = Step("stress, control regions only", "stress", rates, deadline=90)
     controls.env["AMEM_NCCL_OFFLOAD_FREE_TAG"] = "7"
-    threads = Step("connecting in several threads", "connecting", {"groups": 6, "rounds": rounds, **small})
+    threads = Step("connecting in several threads", "connecting", {"groups": 6, "rounds": min(rounds, 4), **small})
     # Few enough blocks for the kernels of all groups to run at once: else they may wait for each other, amem or not.
     threads.env.update({"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     jobs = [{"AMEM_GROUPID": "100"}, {"AMEM_GROUPID": "200"}]
