@@ -244,3 +244,35 @@ func TestAttachChecksClaims(t *testing.T) {
 	filled(t, p.imported)
 	p.end(t)
 }
+
+// What a pause could not let go of is in the way of what its owner puts together.
+func TestPeersMemoryThatStayedMapped(t *testing.T) {
+	for _, asked := range []string{"with the rest", "alone"} {
+		p := newPair(t, 0, fill8(6)...)
+		held := simtest.Used(t, 0)
+		simtest.Fault(t, "cuMemUnmap", 2, cuda.ErrUnknown)
+		_, err := pause(p.importer, offload.NewArena(simtest.Driver()))
+		require.NoError(t, err)
+		simtest.Fault(t, "cuMemUnmap", 0, 0)
+		usage, _ := p.importer.Usage()
+		require.Equal(t, 16*mib, usage[0].Imported)
+		_, err = pause(p.owner, offload.NewArena(simtest.Driver()))
+		require.NoError(t, err)
+		if asked == "alone" { // the owner's new memory is asked for before it has said that it is there
+			_, err = resume(p.owner)
+			require.NoError(t, err)
+			require.NoError(t, p.importer.Attach(context.Background(), p.generation))
+		}
+		p.restore(t)
+		require.False(t, p.importer.Stale(p.generation))
+		require.Equal(t, held, simtest.Used(t, 0))
+		filled(t, p.imported)
+		for i, b := range p.imported {
+			simtest.Fill(b.at, uint64(i+1), b.size)
+			require.True(t, simtest.Holds(p.theirs[i].at, uint64(i+1), b.size), "the same memory")
+		}
+		p.cycle(t)
+		filled(t, p.imported)
+		p.end(t)
+	}
+}

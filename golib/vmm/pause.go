@@ -619,7 +619,7 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 		// All that was mapped before goes first: what comes may span it.
 		var errs []error
 		for _, b := range blocks {
-			errs = append(errs, s.letGo(b))
+			errs = append(errs, s.letGo(b.mem))
 		}
 		if err := errors.Join(errs...); err != nil {
 			return err
@@ -632,13 +632,13 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 }
 
 // letGo unmaps a peer's memory of an earlier generation. structure is held.
-func (s *Space) letGo(b *block) error {
-	b.mem.rights.Lock()
-	defer b.mem.rights.Unlock()
-	if !b.mem.live {
+func (s *Space) letGo(m *memory) error {
+	m.rights.Lock()
+	defer m.rights.Unlock()
+	if !m.live {
 		return nil
 	}
-	return s.evaporate(b.mem)
+	return s.evaporate(m)
 }
 
 // AnyDevice runs f with some device's context current.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -357,6 +358,9 @@ func (s *Space) attach(owner peer.Identity, got peer.Memory, generation uint64) 
 		if s.joined(m) {
 			return s.widen(m.blocks[0], m.access)
 		}
+		if err := s.clearTheWay(m); err != nil {
+			return err
+		}
 	}
 	phys, err := s.driver.ImportFD(got.FD)
 	if err != nil {
@@ -405,4 +409,30 @@ func (s *Space) joined(m *memory) bool {
 		}
 	}
 	return false
+}
+
+// clearTheWay lets go of what is mapped where m is to be, and puts its blocks on
+// m: a pause could not let go of it, and its owner has put it together with other
+// memory since. The window's attaching is held.
+func (s *Space) clearTheWay(m *memory) error {
+	s.mu.Lock()
+	old := slices.DeleteFunc(s.imported(), func(there *memory) bool {
+		return !there.live || *there.owner != *m.owner || there.home >= m.home+cuda.Ptr(m.size) ||
+			m.home >= there.home+cuda.Ptr(there.size)
+	})
+	s.mu.Unlock()
+	for _, there := range old {
+		if err := s.letGo(there); err != nil {
+			return err
+		}
+		s.mu.Lock()
+		for _, b := range there.blocks {
+			if !slices.Contains(m.blocks, b) && b.fits(uint64(b.home-m.home), m.size) {
+				m.blocks = append(m.blocks, b)
+				m.access = append(m.access, without(there.access, m.access)...)
+			}
+		}
+		s.mu.Unlock()
+	}
+	return nil
 }
