@@ -40,7 +40,7 @@ type memory struct {
 	rights sync.Mutex
 
 	// Guarded by mu.
-	blocks     []*block // by address
+	blocks     []*block // own: by address
 	live       bool     // the physical memory is there
 	phys       cuda.Handle
 	fd         int    // of own memory that peers may fetch, while live; else -1
