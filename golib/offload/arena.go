@@ -61,7 +61,8 @@ type HostMemoryError struct {
 }
 
 func (e *HostMemoryError) Error() string {
-	return fmt.Sprintf("%d more bytes of host memory are needed to keep the contents in: %v", e.Bytes, e.Err)
+	return fmt.Sprintf("%d more bytes of host memory are needed to keep the contents in: %v; free some, raise the limit, "+
+		"or keep less with AMEM_NCCL_OFFLOAD_FREE_TAG=7", e.Bytes, e.Err)
 }
 
 func (e *HostMemoryError) Unwrap() error { return e.Err }

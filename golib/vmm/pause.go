@@ -176,7 +176,7 @@ func (s *Space) Vacate(arena *offload.Arena) (p Paused, err error) {
 		return p, fmt.Errorf("copy out: %w", err)
 	}
 	if err := s.AnyDevice(func() error { p.Detached = s.detach(); return nil }); err != nil {
-		return p, err
+		return p, errors.Join(err, s.waitStreams())
 	}
 	var released []*memory
 	err = s.byDevice(list, func(_ *Device, m *memory) error {

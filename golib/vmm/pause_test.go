@@ -265,6 +265,22 @@ func TestHostMemoryFails(t *testing.T) {
 	empty(t, s)
 }
 
+// A pause that fails once copies are under way waits for them: NCCL may free what they read.
+func TestFailedPauseWaitsForItsCopies(t *testing.T) {
+	s := newSpace(t, Options{Arena: true})
+	n := nccl{Space: s}
+	b := n.mustAllocate(t, 4*mib)
+	fill([]buffer{b})
+	waits := simtest.Calls(t, "cuStreamSynchronize")
+	simtest.Fault(t, "cuCtxPushCurrent", 2, cuda.ErrUnknown) // the first is for the copies
+	_, err := pause(s, offload.NewArena(simtest.Driver()))
+	require.ErrorIs(t, err, cuda.ErrUnknown)
+	require.Equal(t, waits+1, simtest.Calls(t, "cuStreamSynchronize"))
+	filled(t, []buffer{b})
+	n.mustFree(t, b)
+	empty(t, s)
+}
+
 func TestSynchronizeNamesTheDevice(t *testing.T) {
 	s := newSpace(t, Options{Arena: true})
 	n := nccl{Space: s}
