@@ -209,27 +209,38 @@ const windowSize = 64 << 30
 // right to make room in the class.
 func (s *Space) settle(b *block) error {
 	if b.slab {
-		s.mu.Lock()
-		w := s.windows[b.class]
-		s.mu.Unlock()
-		if w == nil || w.size-w.next < b.size {
-			base, err := s.driver.Reserve(windowSize, 0, 0, 0)
-			if err != nil {
-				return err
-			}
-			w = &window{id: uint64(base), base: base, size: windowSize}
+		if s.fit(b) {
+			return nil
+		}
+		base, err := s.driver.Reserve(windowSize, 0, 0, 0)
+		if err != nil {
+			return err
 		}
 		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.windows[b.class] = w
-		b.window, b.home = w, w.base+cuda.Ptr(w.next)
-		w.next += b.size
-		w.blocks++
+		s.windows[b.class] = &window{id: uint64(base), base: base, size: windowSize}
+		s.mu.Unlock()
+		s.fit(b)
 		return nil
 	}
 	home, err := s.driver.Reserve(b.size, 0, 0, 0)
 	b.home = home
 	return err
+}
+
+// fit gives a slab its home in the window of its class, if that has room. One
+// hold of mu finds the window and takes a part of it: unsettle gives a window
+// without blocks back.
+func (s *Space) fit(b *block) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := s.windows[b.class]
+	if w == nil || w.size-w.next < b.size {
+		return false
+	}
+	b.window, b.home = w, w.base+cuda.Ptr(w.next)
+	w.next += b.size
+	w.blocks++
+	return true
 }
 
 // unsettle gives a block's home back, and its window with the last one.

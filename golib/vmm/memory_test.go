@@ -276,3 +276,35 @@ func TestPeersMemoryThatStayedMapped(t *testing.T) {
 		p.end(t)
 	}
 }
+
+// A window given back with its last slab is not the one that another thread's
+// new slab goes to.
+func TestWindowsComeAndGo(t *testing.T) {
+	s := newSpace(t, Options{Arena: true})
+	var wg sync.WaitGroup
+	errs := make(chan error, 4)
+	for range cap(errs) {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			defer simtest.Use(t, 0)()
+			n := nccl{Space: s}
+			for range 300 {
+				b, err := n.allocate(2 * mib)
+				if err == nil {
+					err = n.free(b.at)
+				}
+				if err != nil {
+					errs <- err
+					return
+				}
+			}
+		}()
+	}
+	wg.Wait()
+	close(errs)
+	for err := range errs {
+		require.NoError(t, err)
+	}
+	empty(t, s)
+}
