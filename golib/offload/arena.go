@@ -1,8 +1,9 @@
-// Package offload keeps the contents of paused memory in host memory: one
-// pinned arena that grows to what is needed and is kept from one pause to the
-// next, since pinning costs far more than copying.
+// Package offload keeps the contents of paused memory, in one of two stores. An
+// Arena is pinned host memory that grows to what is needed and is kept from one
+// pause to the next, since pinning costs far more than copying. A Disk is a file
+// without a name, for what the host has no memory for.
 //
-// An Arena is used by one goroutine at a time, but for Bytes.
+// A store is used by one goroutine at a time, but for Bytes.
 package offload
 
 import (
@@ -37,7 +38,8 @@ type Arena struct {
 	wanted   uint64        // what Begin was told
 	ahead    chan prepared // a piece that is being populated
 	bytes    atomic.Uint64
-	node     int // the memory node to prefer; -1: any
+	node     int    // the memory node to prefer; -1: any
+	begun    uint64 // how often all that was taken was forgotten
 }
 
 type segment struct {
@@ -62,7 +64,7 @@ type HostMemoryError struct {
 
 func (e *HostMemoryError) Error() string {
 	return fmt.Sprintf("%d more bytes of host memory are needed to keep the contents in: %v; free some, raise the limit, "+
-		"or keep less with AMEM_NCCL_OFFLOAD_FREE_TAG=7", e.Bytes, e.Err)
+		"or keep less: of NCCL's memory with AMEM_NCCL_OFFLOAD_FREE_TAG=7, of a region's with another backup", e.Bytes, e.Err)
 }
 
 func (e *HostMemoryError) Unwrap() error { return e.Err }
@@ -77,6 +79,7 @@ func (a *Arena) Prefer(node int) { a.node = node }
 // fails, as it stands, where the host has not that much memory left.
 func (a *Arena) Begin(total uint64) error {
 	a.current, a.wanted = 0, total
+	a.begun++
 	for i := range a.segments {
 		a.segments[i].used = 0
 	}
@@ -147,8 +150,10 @@ func (a *Arena) settle() error {
 	return unix.Munmap(piece.memory)
 }
 
-// Free gives all host memory back. Nothing that was taken may be in use.
+// Free gives all host memory back. Nothing that was taken may be in use. A
+// context must be current.
 func (a *Arena) Free() error {
+	a.begun++
 	errs := []error{a.settle()}
 	for len(a.segments) > 0 {
 		last := a.segments[len(a.segments)-1]
@@ -161,6 +166,59 @@ func (a *Arena) Free() error {
 	}
 	a.current = 0
 	return errors.Join(errs...)
+}
+
+// Save starts to copy the ranges kept to the arena, in stream order. A context
+// must be current.
+func (a *Arena) Save(c *Contents, stream cuda.Stream) error {
+	c.forget()
+	pieces, err := a.Take(c.Bytes())
+	if err != nil {
+		return err
+	}
+	from := uint64(0)
+	for _, piece := range pieces {
+		if err := c.copyOut(a.driver, from, piece, stream); err != nil {
+			return err
+		}
+		from += uint64(len(piece))
+	}
+	c.keeper, c.age, c.host = a, a.begun, pieces
+	return nil
+}
+
+// Restore starts to copy everything back, in stream order. A context must be
+// current.
+func (a *Arena) Restore(c *Contents, stream cuda.Stream) error {
+	if err := c.keptIn(a); err != nil {
+		return err
+	}
+	if err := c.clear(a.driver, stream); err != nil {
+		return err
+	}
+	from := uint64(0)
+	for _, piece := range c.host {
+		if err := c.copyIn(a.driver, from, piece, stream); err != nil {
+			return err
+		}
+		from += uint64(len(piece))
+	}
+	return nil
+}
+
+func (a *Arena) age() uint64 { return a.begun }
+
+// read answers what is kept of c from an offset on.
+func (a *Arena) read(c *Contents, from uint64, to []byte) error {
+	for _, piece := range c.host {
+		if size := uint64(len(piece)); from >= size {
+			from -= size
+			continue
+		}
+		to = to[copy(to, piece[from:]):]
+		from = 0
+	}
+	return nil
 }
 
 // populated maps anonymous memory, in huge pages where there are any, all of

@@ -174,17 +174,17 @@ func TestContents(t *testing.T) {
 	require.NoError(t, err)
 	simtest.Fill(at, 1, 8*mib)
 	want := bytes.Clone(simtest.Bytes(at, 8*mib))
-	c := Contents{
+	c := &Contents{
 		Kept:   []Range{{at, 3 * mib, 1, 0}, {at + cuda.Ptr(5*mib), 4096, 1, 0}, {at + cuda.Ptr(6*mib), mib - 4096, 1, 0}},
 		Zeroed: []Range{{at + cuda.Ptr(3*mib), mib, 1, 0}},
 	}
 	require.Equal(t, 4*mib, c.Bytes())
-	require.NoError(t, c.Save(driver, a, stream))
+	require.NoError(t, a.Save(c, stream))
 	require.NoError(t, driver.StreamSynchronize(stream))
 
 	after := simtest.Random(2, 8*mib)
 	copy(simtest.Bytes(at, 8*mib), after)
-	require.NoError(t, c.Restore(driver, stream))
+	require.NoError(t, a.Restore(c, stream))
 	require.NoError(t, driver.StreamSynchronize(stream))
 	for _, r := range c.Kept {
 		off := uint64(r.At - at)
@@ -195,13 +195,13 @@ func TestContents(t *testing.T) {
 
 	for _, call := range []string{"cuMemcpyHtoDAsync", "cuMemsetD8Async"} {
 		simtest.Fault(t, call, 1, cuda.ErrUnknown)
-		require.ErrorIs(t, c.Restore(driver, stream), cuda.ErrUnknown, call)
+		require.ErrorIs(t, a.Restore(c, stream), cuda.ErrUnknown, call)
 	}
 	require.NoError(t, driver.StreamSynchronize(stream))
 }
 
 func TestKeep(t *testing.T) {
-	c := Contents{}
+	c := &Contents{}
 	for _, off := range []uint64{0, 64, 128, 192 + 1000, 192 + 3000, 192 + 5000, 192 + 7001, 192 + 7065} {
 		c.Keep(cuda.Ptr(off), 64)
 	}
@@ -225,7 +225,7 @@ func TestRows(t *testing.T) {
 	for name, first := range map[string]uint64{"one piece": 0, "ends within a row": 2 * mib, "ends with a row": 6 * mib} {
 		a := NewArena(driver)
 		require.NoError(t, grow(a, first))
-		c := Contents{Zeroed: []Range{{at, 32 * mib, 1, 0}}}
+		c := &Contents{Zeroed: []Range{{at, 32 * mib, 1, 0}}}
 		for row := range uint64(40) {
 			c.Keep(at+cuda.Ptr(4096+row*800*1024), size)
 		}
@@ -237,40 +237,46 @@ func TestRows(t *testing.T) {
 		}
 		copies := simtest.Calls(t, "cuMemcpy2DAsync") + simtest.Calls(t, "cuMemcpyDtoHAsync")
 		require.NoError(t, a.Begin(c.Bytes()))
-		require.NoError(t, c.Save(driver, a, stream))
+		require.NoError(t, a.Save(c, stream))
 		require.LessOrEqual(t, simtest.Calls(t, "cuMemcpy2DAsync")+simtest.Calls(t, "cuMemcpyDtoHAsync")-copies, 4, name)
 		require.NoError(t, driver.StreamSynchronize(stream))
 		simtest.Fill(at, 6, 32*mib)
-		require.NoError(t, c.Restore(driver, stream))
+		require.NoError(t, a.Restore(c, stream))
 		require.NoError(t, driver.StreamSynchronize(stream))
 		require.True(t, bytes.Equal(want, simtest.Bytes(at, 32*mib)), name)
 		require.NoError(t, a.Free())
 	}
 	simtest.Fault(t, "cuMemcpy2DAsync", 1, cuda.ErrUnknown)
-	c := Contents{}
+	c := &Contents{}
 	c.Keep(at, size)
 	c.Keep(at+cuda.Ptr(mib), size)
 	a := NewArena(driver)
 	require.NoError(t, a.Begin(c.Bytes()))
-	require.ErrorIs(t, c.Save(driver, a, stream), cuda.ErrUnknown)
+	require.ErrorIs(t, a.Save(c, stream), cuda.ErrUnknown)
 	require.NoError(t, a.Free())
 }
 
 func deviceMemory(t *testing.T, size uint64) cuda.Ptr {
 	t.Helper()
+	return deviceMemoryOf(t, 0, size)
+}
+
+func deviceMemoryOf(t *testing.T, device int, size uint64) cuda.Ptr {
+	t.Helper()
 	driver := simtest.Driver()
-	before := simtest.Used(t, 0)
-	h, err := driver.Create(size, cuda.Prop{Type: 1, LocationType: cuda.LocationDevice}, 0)
+	location := int32(device)
+	before := simtest.Used(t, device)
+	h, err := driver.Create(size, cuda.Prop{Type: 1, LocationType: cuda.LocationDevice, Location: location}, 0)
 	require.NoError(t, err)
 	at, err := driver.Reserve(size, 0, 0, 0)
 	require.NoError(t, err)
 	require.NoError(t, driver.Map(at, size, 0, h, 0))
-	require.NoError(t, driver.SetAccess(at, size, []cuda.Access{{LocationType: cuda.LocationDevice, Flags: cuda.ReadWrite}}))
+	require.NoError(t, driver.SetAccess(at, size, []cuda.Access{{LocationType: cuda.LocationDevice, Location: location, Flags: cuda.ReadWrite}}))
 	t.Cleanup(func() {
 		require.NoError(t, driver.Unmap(at, size))
 		require.NoError(t, driver.Release(h))
 		require.NoError(t, driver.AddressFree(at, size))
-		require.Equal(t, before, simtest.Used(t, 0))
+		require.Equal(t, before, simtest.Used(t, device))
 	})
 	return at
 }
