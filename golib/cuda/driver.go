@@ -123,6 +123,7 @@ type Prop struct {
 const (
 	FileDescriptor = C.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 	Fabric         = C.CU_MEM_HANDLE_TYPE_FABRIC
+	Pinned         = C.CU_MEM_ALLOCATION_TYPE_PINNED
 	LocationDevice = C.CU_MEM_LOCATION_TYPE_DEVICE
 	ReadWrite      = C.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 )
@@ -323,6 +324,14 @@ func (d *Driver) NUMANode(device int32) int {
 		return -1 // before CUDA 12.2
 	}
 	return int(node)
+}
+
+// RDMA tells whether the device's memory can be made such that a NIC reaches it.
+func (d *Driver) RDMA(device int32) bool {
+	var value C.int
+	err := d.done("cuDeviceGetAttribute", C.amem_DeviceGetAttribute(&value,
+		C.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, C.CUdevice(device)))
+	return err == nil && value != 0
 }
 
 // MemInfo answers the free and total bytes of the current context's device.

@@ -1,14 +1,17 @@
 /*
  * amem: give the GPU memory that NCCL holds back to the device while the
  * process lives on, and restore it at the same addresses with the same
- * contents.
+ * contents; and the same for a program's own memory, in tagged regions.
  *
  * Link with, or preload, libamem_hook.so. It loads the rest of amem when NCCL
- * first asks for the CUDA driver. Every function may be called from any
+ * first asks for the CUDA driver, or with the first region. Every function may be called from any
  * thread; none of them exits or aborts the process.
  */
 #ifndef AMEM_H
 #define AMEM_H
+
+#include <stddef.h>
+#include <sys/types.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -50,13 +53,63 @@ amem_status amem_enable(void);
 
 /*
  * Gives back, or restores, the memory of the tags: a comma-separated list, or
- * NULL for all. The one tag there is now is "nccl". Idempotent. On failure the
- * process is as it was, and amem_last_error() says what to do.
+ * NULL for all. NCCL's is "nccl"; regions name the others. Idempotent. A pause
+ * that fails leaves the process as it was. A resume that fails leaves each tag
+ * either restored or paused. amem_last_error() says what to do.
  */
 amem_status amem_pause(const char *tags);
 amem_status amem_resume(const char *tags);
 
+/*
+ * What this thread's last amem_pause or amem_resume did, as JSON text that is
+ * valid until its next: changed (false: all was so already), seconds, bytes (of
+ * device memory), copied_bytes. "" if it failed.
+ */
+const char *amem_last_report(void);
+
+/* Paused if any tag is. */
 amem_state_t amem_state(void);
+
+/* Of one tag; AMEM_STATE_OFF if there is none of this name. */
+amem_state_t amem_tag_state(const char *tag);
+
+/* Regions: device memory of the program's own, which pauses with its tag. */
+
+typedef enum {
+    AMEM_BACKUP_NONE = 0, /* contents are lost by a pause; new memory has any contents */
+    AMEM_BACKUP_CPU = 1,  /* contents are kept in pinned host memory */
+    AMEM_BACKUP_DISK = 2  /* contents are kept in a file, see amem_set_disk_directory */
+} amem_backup_t;
+
+/*
+ * The functions that torch.cuda.memory's pluggable allocator wants. size:
+ * bytes; device: its ordinal; stream: a cudaStream_t, not used. allocate answers
+ * NULL when it fails, and amem_last_error() says why. Any thread may call them.
+ */
+typedef struct {
+    void *(*allocate)(ssize_t size, int device, void *stream);
+    void (*deallocate)(void *ptr, ssize_t size, int device, void *stream);
+} amem_region_t;
+
+/*
+ * The region of a tag and a backup, made if there is none yet. A tag is 1 to 64
+ * bytes without commas, and not "nccl". A process has at most 128 regions.
+ */
+amem_status amem_region(const char *tag, amem_backup_t backup, amem_region_t *region);
+
+/* Whether the memory at ptr is paused; AMEM_STATE_OFF if it is not a region's. */
+amem_state_t amem_memory_state(const void *ptr);
+
+/*
+ * The contents of paused memory that has a backup: copied to a buffer of size
+ * bytes, or where they are on the host, until the tag is resumed. The latter
+ * fails where they are not in one piece there.
+ */
+amem_status amem_read_backup(const void *ptr, size_t size, void *to);
+amem_status amem_backup_pointer(const void *ptr, size_t size, const void **backup);
+
+/* Where AMEM_BACKUP_DISK keeps files; AMEM_DISK_DIRECTORY, else /var/tmp. */
+amem_status amem_set_disk_directory(const char *path);
 
 /*
  * Statistics as JSON text, to be released with amem_free(); NULL on failure.

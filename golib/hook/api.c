@@ -13,36 +13,58 @@
 struct amem_config config;
 
 static pthread_mutex_t enabling = PTHREAD_MUTEX_INITIALIZER;
-static atomic_bool enabled;
-static __thread char last_error[AMEM_ERROR_TEXT];
+static atomic_bool wanted, enabled; /* amem_enable was called, and succeeded */
+static __thread char last_error[AMEM_ERROR_TEXT], last_report[AMEM_ERROR_TEXT];
 
-static amem_status fail(amem_status status, const char *text) {
+amem_status api_fail(amem_status status, const char *text) {
     snprintf(last_error, sizeof last_error, "%s", text);
     return status;
 }
 
 PUBLIC const char *amem_last_error(void) { return last_error; }
+PUBLIC const char *amem_last_report(void) { return last_report; }
 PUBLIC const char *amem_version(void) { return AMEM_VERSION; }
 PUBLIC void amem_free(char *text) { free(text); }
+
+/* Reads the environment once. */
+static amem_status configure_locked(void) {
+    static bool configured;
+    char text[AMEM_ERROR_TEXT] = "";
+    if (configured) return AMEM_OK;
+    struct amem_config read;
+    amem_status status = config_read(&read, text);
+    if (status != AMEM_OK) return api_fail(status, text);
+    config = read;
+    log_level = read.log_level;
+    configured = true;
+    return AMEM_OK;
+}
 
 static amem_status enable_locked(void) {
     char text[AMEM_ERROR_TEXT] = "";
     if (enabled) return AMEM_OK;
-    struct amem_config read;
-    amem_status status = config_read(&read, text);
-    if (status != AMEM_OK) return fail(status, text);
-    config = read;
-    log_level = read.log_level;
+    amem_status status = configure_locked();
+    if (status != AMEM_OK) return status;
     status = watch_start(text);
-    if (status != AMEM_OK) return fail(status, text);
+    if (status != AMEM_OK) return api_fail(status, text);
     enabled = true;
     return AMEM_OK;
 }
 
 PUBLIC amem_status amem_enable(void) {
     last_error[0] = 0;
+    wanted = true;
     pthread_mutex_lock(&enabling);
     amem_status status = enable_locked();
+    pthread_mutex_unlock(&enabling);
+    return status;
+}
+
+/* Reads the environment, for regions: they need no amem_enable. */
+amem_status api_configure(void) {
+    last_error[0] = 0;
+    pthread_mutex_lock(&enabling);
+    amem_status status = configure_locked();
     pthread_mutex_unlock(&enabling);
     return status;
 }
@@ -71,71 +93,87 @@ static bool cumem_off(void) {
 }
 
 static amem_status no_cumem(void) {
-    return fail(AMEM_ERROR_NO_CUMEM,
+    return api_fail(AMEM_ERROR_NO_CUMEM,
                 "NCCL_CUMEM_ENABLE=0 makes NCCL allocate with cudaMalloc, so there is nothing that could be paused: "
                 "unset it, or set it to 1, before the first NCCL communicator");
 }
 
+static bool names(const char *tags, const char *tag) {
+    size_t length = strlen(tag);
+    for (const char *at = tags; at; at = strchr(at, ','), at = at ? at + 1 : NULL)
+        if (!strncmp(at, tag, length) && (at[length] == ',' || !at[length])) return true;
+    return false;
+}
+
 /*
- * The core, for a call that needs it. NULL with *status AMEM_OK: NCCL has not
- * been used yet, so there is no memory to speak of.
+ * The core, for a call about the memory of these tags, of all if there are
+ * none. NULL with *status AMEM_OK: NCCL has not been used yet, so there is no
+ * memory to speak of.
  */
-static const struct amem_core *need_core(amem_status *status) {
+static const struct amem_core *need_core(const char *tags, amem_status *status) {
     char text[AMEM_ERROR_TEXT] = "";
     *status = AMEM_OK;
     if (core_forked()) {
-        *status = fail(AMEM_ERROR_FORKED,
+        *status = api_fail(AMEM_ERROR_FORKED,
                        "this process was forked from one that had NCCL in use, and CUDA does not work in it: use the "
                        "start method spawn, or forkserver started before NCCL is used");
         return NULL;
     }
-    if (watch_too_late()) {
+    bool all = !tags || !*tags, nccl = names(tags, "nccl");
+    const struct amem_core *core = core_loaded();
+    if ((all || nccl) && watch_too_late() && (wanted || !core)) {
         watch_start(text);
-        *status = fail(AMEM_ERROR_TOO_LATE, text);
+        *status = api_fail(AMEM_ERROR_TOO_LATE, text);
+        return NULL;
+    }
+    if (core && (enabled || !nccl)) return core; /* regions need no amem_enable */
+    if (!all && !nccl) {
+        *status = api_fail(AMEM_ERROR_INVALID_ARGUMENT, "no such tag; the tags there are: nccl");
         return NULL;
     }
     if (!enabled) {
-        *status = fail(AMEM_ERROR_NOT_ENABLED,
+        *status = api_fail(AMEM_ERROR_NOT_ENABLED,
                        "amem is not enabled in this process: call amem.enable(), or set AMEM_ENABLE=1 in the "
                        "environment, before the first NCCL communicator");
         return NULL;
     }
-    const struct amem_core *core = core_loaded();
-    if (core) return core;
     if ((*status = core_failure(text)) != AMEM_OK) {
-        fail(*status, text);
+        api_fail(*status, text);
         return NULL;
     }
     watch_start(text); /* libnccl may have come by a way that the watch does not see */
     if (watch_too_late()) {
-        *status = fail(AMEM_ERROR_TOO_LATE, text);
+        *status = api_fail(AMEM_ERROR_TOO_LATE, text);
     } else if (cumem_off()) {
         *status = no_cumem();
     } else if (!watch_found()) {
-        *status = fail(AMEM_ERROR_NO_NCCL, "no libnccl.so.2 is loaded in this process, so there is nothing to pause: "
+        *status = api_fail(AMEM_ERROR_NO_NCCL, "no libnccl.so.2 is loaded in this process, so there is nothing to pause: "
                                            "import torch, or load NCCL, first; AMEM_NCCL_LIBRARY names another file");
     } else if (!dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD) && !dlopen("libcuda.so.1", RTLD_LAZY)) {
-        *status = fail(AMEM_ERROR_NO_DRIVER,
+        *status = api_fail(AMEM_ERROR_NO_DRIVER,
                        "no libcuda.so.1: the CUDA driver is not installed, or not on the library path");
     }
     return NULL;
 }
 
 static amem_status change(const char *tags, bool pause) {
-    last_error[0] = 0;
+    last_error[0] = last_report[0] = 0;
     amem_status status;
-    const struct amem_core *core = need_core(&status);
+    const struct amem_core *core = need_core(tags, &status);
     if (!core) {
-        if (status == AMEM_OK && tags && strcmp(tags, "nccl"))
-            return fail(AMEM_ERROR_INVALID_ARGUMENT, "no such tag; the tags there are: nccl");
-        if (status == AMEM_OK)
-            log_line(LOG_WARN, "%s: NCCL has no memory in this process yet: nothing to do", pause ? "pause" : "resume");
+        if (status != AMEM_OK) return status;
+        if (tags && strcmp(tags, "nccl"))
+            return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "no such tag; the tags there are: nccl");
+        log_line(LOG_WARN, "%s: NCCL has no memory in this process yet: nothing to do", pause ? "pause" : "resume");
+        strcpy(last_report, "{\"changed\":false,\"seconds\":0,\"bytes\":0,\"copied_bytes\":0}");
         return status;
     }
     char text[AMEM_ERROR_TEXT] = "";
     status = (amem_status)(pause ? core->pause : core->resume)(tags, text);
     if (status == AMEM_ERROR_NO_CUMEM && cumem_off()) return no_cumem();
-    return status == AMEM_OK ? AMEM_OK : fail(status, text);
+    if (status != AMEM_OK) return api_fail(status, text);
+    strcpy(last_report, text);
+    return AMEM_OK;
 }
 
 PUBLIC amem_status amem_pause(const char *tags) { return change(tags, true); }
@@ -144,17 +182,23 @@ PUBLIC amem_status amem_resume(const char *tags) { return change(tags, false); }
 PUBLIC amem_status amem_free_host_memory(void) {
     last_error[0] = 0;
     amem_status status;
-    const struct amem_core *core = need_core(&status);
+    const struct amem_core *core = need_core(NULL, &status);
     if (!core) return status;
     char text[AMEM_ERROR_TEXT] = "";
     status = (amem_status)core->free_host(text);
-    return status == AMEM_OK ? AMEM_OK : fail(status, text);
+    return status == AMEM_OK ? AMEM_OK : api_fail(status, text);
 }
 
 PUBLIC amem_state_t amem_state(void) {
     const struct amem_core *core = core_loaded();
-    if (core) return (amem_state_t)core->state();
+    if (core) return (amem_state_t)core->state("");
     return enabled && !core_forked() ? AMEM_STATE_WAITING : AMEM_STATE_OFF;
+}
+
+PUBLIC amem_state_t amem_tag_state(const char *tag) {
+    const struct amem_core *core = core_loaded();
+    if (core && tag && *tag) return (amem_state_t)core->state(tag);
+    return tag && !strcmp(tag, "nccl") ? amem_state() : AMEM_STATE_OFF;
 }
 
 PUBLIC char *amem_stats_json(void) {
@@ -170,10 +214,10 @@ PUBLIC char *amem_stats_json(void) {
 
 PUBLIC amem_status amem_set_group_id(int group) {
     last_error[0] = 0;
-    if (group < 0) return fail(AMEM_ERROR_INVALID_ARGUMENT, "a group ID is a whole number from 0 to 2147483647");
+    if (group < 0) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "a group ID is a whole number from 0 to 2147483647");
     if (core_forked()) {
         amem_status status;
-        need_core(&status);
+        need_core(NULL, &status);
         return status;
     }
     const struct amem_core *core = core_loaded();
@@ -185,12 +229,12 @@ PUBLIC amem_status amem_set_group_id(int group) {
     }
     char text[AMEM_ERROR_TEXT] = "";
     amem_status status = (amem_status)core->set_group(group, text);
-    return status == AMEM_OK ? AMEM_OK : fail(status, text);
+    return status == AMEM_OK ? AMEM_OK : api_fail(status, text);
 }
 
 PUBLIC amem_status amem_get_group_id(int *group) {
     last_error[0] = 0;
-    if (!group) return fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_get_group_id: no place for the answer");
+    if (!group) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_get_group_id: no place for the answer");
     const struct amem_core *core = core_loaded();
     *group = core ? core->get_group() : config.group;
     return AMEM_OK;

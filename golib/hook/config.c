@@ -61,6 +61,7 @@ amem_status config_read(struct amem_config *out, char *text) {
         if (c.log_level < 0 && !parse_int(value, 0, 5, &c.log_level))
             return wrong(text, "AMEM_LOG", value, "off, error, warn, info, debug or trace");
     }
+    c.disk_directory = variable("AMEM_DISK_DIRECTORY");
     *out = c;
     return AMEM_OK;
 }

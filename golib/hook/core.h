@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 2
+#define AMEM_CORE_ABI 3
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -33,6 +33,7 @@ struct amem_config {
     int host_prealloc;      /* AMEM_HOST_PREALLOC: 1 gets host memory for the first pause ahead */
     int log_level;          /* AMEM_LOG or GMM_LOG: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace */
     double timeout_seconds; /* AMEM_TIMEOUT_S */
+    const char *disk_directory; /* AMEM_DISK_DIRECTORY; NULL: /var/tmp */
 };
 
 /* While not 0, NCCL's kernel launches are refused. */
@@ -49,6 +50,7 @@ struct amem_host {
     struct amem_config config;
     int *guard;          /* one of AMEM_GUARD_*, accessed atomically */
     const int *launches; /* how many kernel launches are under way, accessed atomically */
+    int *paused_regions; /* how many regions are paused, accessed atomically */
 };
 
 #define AMEM_ERROR_TEXT 1024
@@ -89,14 +91,36 @@ struct amem_core {
     /* The memory at ptr must stay where it is from now on; why: one of AMEM_KEEP_*. */
     void (*keep)(CUdeviceptr ptr, size_t size, int why);
 
+    /* On success, text is the report of amem_last_report(). */
     int (*pause)(const char *tags, char *text);
     int (*resume)(const char *tags, char *text);
-    int (*state)(void); /* an amem_state_t */
+    int (*state)(const char *tag); /* an amem_state_t; "": paused if any tag is */
     char *(*stats)(void); /* JSON, malloc'd */
     int (*free_host)(char *text);
     int (*set_group)(int group, char *text);
     int (*get_group)(void);
+
+    /* Regions are known by number, from 0 to AMEM_REGIONS - 1. */
+    int (*region)(const char *tag, int backup, int *number, char *text);
+    int (*allocate)(int region, size_t size, int device, CUdeviceptr *ptr, char *text);
+    int (*deallocate)(int region, CUdeviceptr ptr, char *text);
+    int (*memory_state)(CUdeviceptr ptr); /* an amem_state_t */
+    int (*read_backup)(CUdeviceptr ptr, size_t size, void *to, char *text);
+    int (*find_backup)(CUdeviceptr ptr, size_t size, const void **backup, char *text);
+    int (*set_disk_directory)(const char *path, char *text);
+    /*
+     * Handles of AMEM_IPC_HANDLE bytes for regions' memory. These answer AMEM_PASS
+     * for memory, or a handle, that is not amem's. enabled: AMEM_ENABLE is in the
+     * environment, which this process's children inherit.
+     */
+    int (*ipc_get)(void *handle, CUdeviceptr ptr, int enabled, char *text);
+    int (*ipc_open)(CUdeviceptr *ptr, const void *handle, char *text);
+    int (*ipc_close)(CUdeviceptr ptr, char *text);
 };
+
+#define AMEM_REGIONS 128
+#define AMEM_IPC_HANDLE 64
+#define AMEM_IPC_MAGIC "amemipc\1"
 
 enum {
     AMEM_KEEP_NIC = 1,

@@ -355,8 +355,7 @@ void *driver_dlvsym(void *handle, const char *name, const char *version) {
     return wrap_lookup(name, dlvsym(handle, name, version));
 }
 
-/* A dynamically linked CUDA runtime: NCCL asks it for the driver's functions one by one. */
-static void *runtime_function(const char *name) {
+void *driver_runtime_function(const char *name) {
     static void *(*const lookup)(void *, const char *) = dlsym;
     void *function = lookup(RTLD_DEFAULT, name);
     static const char *const runtimes[] = {"libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"};
@@ -371,7 +370,7 @@ enum { CUDA_RUNTIME_SYMBOL_NOT_FOUND = 500 };
 
 int driver_entry_point(const char *symbol, void **function, unsigned long long flags, int *status) {
     int (*entry_point)(const char *, void **, unsigned long long, int *);
-    *(void **)&entry_point = runtime_function("cudaGetDriverEntryPoint");
+    *(void **)&entry_point = driver_runtime_function("cudaGetDriverEntryPoint");
     if (!entry_point) return CUDA_RUNTIME_SYMBOL_NOT_FOUND;
     int result = entry_point(symbol, function, flags, status);
     if (!result && function && *function) *function = wrap(symbol, *function, 12000, flags);
@@ -381,7 +380,7 @@ int driver_entry_point(const char *symbol, void **function, unsigned long long f
 int driver_entry_point_by_version(const char *symbol, void **function, unsigned int version,
                                   unsigned long long flags, int *status) {
     int (*entry_point)(const char *, void **, unsigned int, unsigned long long, int *);
-    *(void **)&entry_point = runtime_function("cudaGetDriverEntryPointByVersion");
+    *(void **)&entry_point = driver_runtime_function("cudaGetDriverEntryPointByVersion");
     if (!entry_point) return CUDA_RUNTIME_SYMBOL_NOT_FOUND;
     int result = entry_point(symbol, function, version, flags, status);
     if (!result && function && *function) *function = wrap(symbol, *function, (int)version, flags);

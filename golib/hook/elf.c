@@ -75,6 +75,17 @@ static size_t relocated(const struct object *object, size_t address) {
 }
 
 int elf_replace(const struct object *object, const char *symbol, void *value) {
+    return elf_replace_all(object, &(struct replacement){symbol, value}, 1);
+}
+
+/* The value for a symbol, or NULL. */
+static void *replacement(const char *symbol, const struct replacement *list, int n) {
+    for (int i = 0; i < n; i++)
+        if (!strcmp(symbol, list[i].symbol)) return list[i].value;
+    return NULL;
+}
+
+int elf_replace_all(const struct object *object, const struct replacement *list, int n) {
     const ElfW(Dyn) *dynamic = NULL;
     const ElfW(Phdr) *phdr = object->phdr;
     for (int i = 0; i < object->phdr_count; i++)
@@ -106,7 +117,8 @@ int elf_replace(const struct object *object, const char *symbol, void *value) {
         for (size_t i = 0; rela && i < tables[t].bytes / sizeof *rela; i++) {
             unsigned long type = ELF64_R_TYPE(rela[i].r_info);
             if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT) continue;
-            if (strcmp(names + symbols[ELF64_R_SYM(rela[i].r_info)].st_name, symbol)) continue;
+            void *value = replacement(names + symbols[ELF64_R_SYM(rela[i].r_info)].st_name, list, n);
+            if (!value) continue;
             void **slot = (void **)(object->base + rela[i].r_offset);
             if (*slot == value || write_slot(object, slot, value)) replaced++;
         }

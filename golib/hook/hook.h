@@ -29,13 +29,19 @@ struct object {
 unsigned long long elf_loads(void);
 /* Calls visit for each loaded object, with no lock of the dynamic linker held. */
 void elf_each(void (*visit)(const struct object *object, void *arg), void *arg);
-/* Replaces the GOT slots of the symbol in the object by value; returns how many there were. */
+/* Replaces the GOT slots of a symbol in the object; returns how many there were. */
 int elf_replace(const struct object *object, const char *symbol, void *value);
+struct replacement {
+    const char *symbol;
+    void *value;
+};
+int elf_replace_all(const struct object *object, const struct replacement *list, int n); /* in one pass */
 /* Whether one of the n values stands as a pointer in the object's writable memory. */
 bool elf_holds(const struct object *object, void *const *values, int n);
 
 /* watch.c: finds libnccl, now or when it is loaded. */
 amem_status watch_start(char *text);
+void watch_runtime(void); /* hooks PyTorch's libraries for regions, now and when they are loaded */
 bool watch_found(void);   /* a libnccl has been hooked */
 bool watch_too_late(void); /* a libnccl was found that had the driver's functions already */
 
@@ -45,6 +51,8 @@ void *driver_dlvsym(void *handle, const char *name, const char *version); /* and
 int driver_entry_point(const char *symbol, void **function, unsigned long long flags, int *status);
 int driver_entry_point_by_version(const char *symbol, void **function, unsigned int version,
                                   unsigned long long flags, int *status);
+/* A function of the CUDA runtime that is linked dynamically, or NULL. */
+void *driver_runtime_function(const char *name);
 /* What NCCL gets in place of the driver's function of this name. */
 void *driver_wrap(const char *name, void *function);
 /* One of AMEM_GUARD_*; set by the core. */
@@ -58,7 +66,13 @@ const struct amem_core *core_loaded(void); /* NULL before core_load, after a fai
 amem_status core_failure(char *text);    /* why core_load failed, or AMEM_OK */
 bool core_forked(void);
 
+/* runtime.c: the CUDA runtime's functions for regions' memory, in the slots of one of PyTorch's libraries. */
+int runtime_hook(const struct object *object); /* answers how many slots */
+extern int runtime_paused_regions;             /* how many are paused; set by the core */
+
 /* api.c */
 extern struct amem_config config;
+amem_status api_configure(void);                            /* reads the environment, once */
+amem_status api_fail(amem_status status, const char *text); /* sets this thread's amem_last_error() */
 
 #endif

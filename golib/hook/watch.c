@@ -1,6 +1,6 @@
 /*
  * Finds libnccl.so.2 and replaces the GOT slots through which it reaches the
- * driver. A libnccl that is loaded later is found when somebody next calls
+ * driver, and PyTorch's libraries and theirs of the CUDA runtime. A libnccl that is loaded later is found when somebody next calls
  * dlopen or dlsym: the slots of these two are replaced in the objects that
  * load libraries for others (the program itself, libpython and _ctypes) by
  * functions that look for new libraries first and then jump to the real one.
@@ -19,7 +19,7 @@
 
 static pthread_mutex_t scanning = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic unsigned long long scanned_loads;
-static atomic_bool found, too_late;
+static atomic_bool nccl_wanted, found, too_late;
 
 bool watch_found(void) { return found; }
 bool watch_too_late(void) { return too_late; }
@@ -106,19 +106,34 @@ static void hook_nccl(const struct object *object) {
     log_line(LOG_INFO, "hooked %s", object->path);
 }
 
+/* PyTorch's, which share and copy its memory. */
+static bool uses_runtime(const struct object *object) {
+    static const char *const names[] = {"libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!strcmp(base_name(object->path), names[i])) return true;
+    return false;
+}
+
 struct hooked {
     size_t base[64];
     int count;
 };
 
+/* Whether the object was hooked before; from now on it was. */
+static bool seen(struct hooked *hooked, const struct object *object) {
+    for (int i = 0; i < hooked->count; i++)
+        if (hooked->base[i] == object->base) return true;
+    if (hooked->count < (int)(sizeof hooked->base / sizeof *hooked->base)) hooked->base[hooked->count++] = object->base;
+    return false;
+}
+
 static void visit(const struct object *object, void *arg) {
-    struct hooked *hooked = arg;
     if (is_nccl(object)) {
-        for (int i = 0; i < hooked->count; i++)
-            if (hooked->base[i] == object->base) return;
-        if (hooked->count < (int)(sizeof hooked->base / sizeof *hooked->base))
-            hooked->base[hooked->count++] = object->base;
-        hook_nccl(object);
+        if (nccl_wanted && !seen(arg, object)) hook_nccl(object);
+    } else if (uses_runtime(object)) {
+        if (seen(arg, object)) return;
+        int slots = runtime_hook(object);
+        log_line(LOG_DEBUG, "hooked %d slots of %s", slots, object->path);
     } else if (loads_for_others(object)) {
         elf_replace(object, "dlopen", (void *)watching_dlopen);
         elf_replace(object, "dlsym", (void *)watching_dlsym);
@@ -140,10 +155,17 @@ static void scan(void) {
 static void lock_scanning(void) { pthread_mutex_lock(&scanning); }
 static void unlock_scanning(void) { pthread_mutex_unlock(&scanning); }
 
-amem_status watch_start(char *text) {
+static void start(void) {
     static atomic_flag registered = ATOMIC_FLAG_INIT;
     if (!atomic_flag_test_and_set(&registered)) pthread_atfork(lock_scanning, unlock_scanning, unlock_scanning);
     scan();
+}
+
+void watch_runtime(void) { start(); }
+
+amem_status watch_start(char *text) {
+    if (!atomic_exchange(&nccl_wanted, true)) scanned_loads = 0; /* what was passed over before is looked at again */
+    start();
     if (too_late) {
         snprintf(text, AMEM_ERROR_TEXT,
                  "NCCL was used in this process before amem was enabled, so its memory can't be paused: call "

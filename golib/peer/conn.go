@@ -24,15 +24,18 @@ const (
 // The kinds of message. Each request is answered by one message: an answer of
 // the same kind, or kindError.
 const (
-	kindHello   = "hello"   // who I am and how far I am; Watch: keep this connection until one of us ends
-	kindFetch   = "fetch"   // give me descriptors of these blocks of yours
-	kindDrop    = "drop"    // I no longer map these blocks of yours
-	kindFreed   = "freed"   // I have freed these parts of my memory: which do you use?
-	kindEnded   = "ended"   // I no longer use these parts, which you have freed
-	kindStopped = "stopped" // I started pause number Pause: none of my kernels runs
-	kindRetract = "retract" // I gave up pause number Pause; did you rely on it?
-	kindReady   = "ready"   // I ended pause number Pause: my memory has its contents
-	kindError   = "error"
+	kindHello    = "hello"    // who I am and how far I am; Watch: keep this connection until one of us ends
+	kindFetch    = "fetch"    // give me descriptors of these blocks of yours
+	kindDrop     = "drop"     // I no longer map these blocks of yours
+	kindFreed    = "freed"    // I have freed these parts of my memory: which do you use?
+	kindEnded    = "ended"    // I no longer use these parts, which you have freed
+	kindStopped  = "stopped"  // I started pause number Pause: none of my kernels runs
+	kindRetract  = "retract"  // I gave up pause number Pause; did you rely on it?
+	kindReady    = "ready"    // I ended pause number Pause: my memory has its contents
+	kindDescribe = "describe" // what is at this part of your memory?
+	kindLeave    = "leave"    // I am about to pause these blocks of mine: let go of them
+	kindReturn   = "return"   // these blocks of mine are there again: map them
+	kindError    = "error"
 )
 
 type message struct {
@@ -47,7 +50,10 @@ type message struct {
 	Pause      uint64   `json:",omitempty"`
 	Ready      uint64   `json:",omitempty"`
 	Generation uint64   `json:",omitempty"`
+	Now        bool     `json:",omitempty"` // of a fetch: don't wait for what is paused
+	Paused     bool     `json:",omitempty"` // it is
 	Relied     bool     `json:",omitempty"`
+	Descriptor []byte   `json:",omitempty"`
 	Error      string   `json:",omitempty"`
 }
 

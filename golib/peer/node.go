@@ -57,22 +57,31 @@ type Identity struct {
 func (i Identity) String() string { return fmt.Sprintf("pid %d (group %d)", i.PID, i.Group) }
 
 func (i Identity) socket() *net.UnixAddr {
-	return &net.UnixAddr{Name: "@amem-" + i.ID.String(), Net: "unixpacket"}
+	return &net.UnixAddr{Name: socketPrefix + i.ID.String(), Net: "unixpacket"}
 }
+
+const socketPrefix = "@amem-"
 
 // Handler is what a Node asks of its process. It is called on the Node's
 // goroutines, by several at once.
 type Handler interface {
 	// Serve answers the memory of the blocks, with descriptors that are the
 	// caller's to close, and the generation it belongs to. It waits until the
-	// blocks have memory, or ctx ends. The peer gets ErrGone for a block that is
-	// no more.
+	// blocks have memory, or ctx ends, and answers ErrPaused then. The peer gets
+	// ErrGone for a block that is no more.
 	Serve(ctx context.Context, to Identity, blocks []uint64) (memory []Memory, generation uint64, err error)
 	// Held answers which of the parts of the owner's memory, which the owner has
 	// freed, are used here. Node.Ended is to be called when they are no more.
 	Held(owner Identity, parts []Part) []Part
 	// Settled is called when no peer uses a part that Node.Settle named.
 	Settled(part Part)
+	// Describe answers the descriptor of a part of this process's memory, or nil if
+	// there is none.
+	Describe(part Part) []byte
+	// Leave lets go of an owner's blocks, and Return maps them again. Neither waits
+	// longer than ctx.
+	Leave(ctx context.Context, owner Identity, blocks []uint64) error
+	Return(ctx context.Context, owner Identity, blocks []uint64) error
 	// PeerChanged is called when a peer has paused, is ready again, or is gone.
 	PeerChanged()
 }
@@ -90,6 +99,9 @@ type Place struct{ Block, Offset uint64 }
 
 // ErrGone says that the owner has freed the block, or is gone itself.
 var ErrGone = errors.New("the memory's owner has freed it or has ended")
+
+// ErrPaused says that the owner has paused the block.
+var ErrPaused = errors.New("its memory is paused: resume it first")
 
 // ErrBroken says that a process broke the connection off: it has ended, or is ending.
 var ErrBroken = errors.New("the connection broke off")
@@ -436,8 +448,9 @@ func (n *Node) Sent() int64 { return n.sent.Load() }
 
 // Fetch answers the memory of the owner's blocks, with descriptors that are the
 // caller's to close, and the generation that it belongs to. From then on the
-// owner counts this process among those that map the blocks.
-func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]Memory, uint64, error) {
+// owner counts this process among those that map the blocks. Paused blocks are
+// waited for, or if now is set, are an ErrPaused.
+func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64, now bool) ([]Memory, uint64, error) {
 	if err := n.watch(ctx, owner); err != nil {
 		return nil, 0, err
 	}
@@ -454,7 +467,7 @@ func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]Me
 			l.imports[b] = number
 		}
 	})
-	list, generation, err := n.fetch(ctx, owner, blocks, number)
+	list, generation, err := n.fetch(ctx, owner, blocks, message{Kind: kindFetch, Number: number, Now: now})
 	if err != nil {
 		n.update(func() {
 			for _, b := range fresh {
@@ -467,11 +480,15 @@ func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64) ([]Me
 	return list, generation, err
 }
 
-func (n *Node) fetch(ctx context.Context, owner Identity, blocks []uint64, number uint64) ([]Memory, uint64, error) {
+func (n *Node) fetch(ctx context.Context, owner Identity, blocks []uint64, m message) ([]Memory, uint64, error) {
 	var list []Memory
 	var generation uint64
 	for batch := range slices.Chunk(blocks, maxFDs) {
-		reply, fds, err := n.request(ctx, owner, message{Kind: kindFetch, Blocks: batch, Number: number})
+		m.Blocks = batch
+		reply, fds, err := n.request(ctx, owner, m)
+		if err == nil && reply.Paused {
+			err = fmt.Errorf("%s: %w", owner, ErrPaused)
+		}
 		if err == nil {
 			if err = reply.carries(fds, batch); err != nil {
 				err = fmt.Errorf("%s: %w", owner, err)

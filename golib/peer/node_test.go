@@ -35,6 +35,28 @@ type memory struct {
 	panics     bool
 	held       map[Part]bool // parts of others' memory that are in use here
 	settled    []Part
+	described  map[Part][]byte
+	heard      []string                        // what owners have told of their blocks
+	answer     func(ctx context.Context) error // to that
+}
+
+func (m *memory) told(ctx context.Context, what string, owner Identity, blocks []uint64) error {
+	m.mu.Lock()
+	m.heard = append(m.heard, fmt.Sprint(what, " ", owner.PID, " ", blocks))
+	answer := m.answer
+	m.mu.Unlock()
+	if answer == nil {
+		return nil
+	}
+	return answer(ctx)
+}
+
+func (m *memory) listen() []string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	heard := m.heard
+	m.heard = nil
+	return heard
 }
 
 func (m *memory) Serve(ctx context.Context, _ Identity, blocks []uint64) ([]Memory, uint64, error) {
@@ -74,6 +96,20 @@ func (m *memory) Settled(part Part) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.settled = append(m.settled, part)
+}
+
+func (m *memory) Describe(part Part) []byte {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.described[part]
+}
+
+func (m *memory) Leave(ctx context.Context, owner Identity, blocks []uint64) error {
+	return m.told(ctx, "leave", owner, blocks)
+}
+
+func (m *memory) Return(ctx context.Context, owner Identity, blocks []uint64) error {
+	return m.told(ctx, "return", owner, blocks)
 }
 
 func (m *memory) PeerChanged() {
@@ -127,7 +163,7 @@ func within(t testing.TB, d time.Duration) context.Context {
 // maps makes p map the owner's blocks.
 func (p process) maps(t testing.TB, owner process, blocks ...uint64) {
 	t.Helper()
-	list, _, err := p.Fetch(within(t, 5*second), owner.Self(), blocks)
+	list, _, err := p.Fetch(within(t, 5*second), owner.Self(), blocks, false)
 	require.NoError(t, err)
 	closeMemory(list)
 }
@@ -166,7 +202,7 @@ func TestIDText(t *testing.T) {
 func TestFetch(t *testing.T) {
 	owner, importer := newProcess(t, 0, 3), newProcess(t, 0, 0)
 	owner.memory.generation = 17
-	list, generation, err := importer.Fetch(within(t, 5*second), owner.Self(), []uint64{3, 1})
+	list, generation, err := importer.Fetch(within(t, 5*second), owner.Self(), []uint64{3, 1}, false)
 	require.NoError(t, err)
 	require.Equal(t, uint64(17), generation)
 	require.Len(t, list, 2)
@@ -196,7 +232,7 @@ func TestFetchInBatches(t *testing.T) {
 	importer.maps(t, owner, 1)
 	quiet(t)
 	before := descriptorsOpen(t)
-	list, _, err := importer.Fetch(within(t, 10*second), owner.Self(), blocks)
+	list, _, err := importer.Fetch(within(t, 10*second), owner.Self(), blocks, false)
 	require.NoError(t, err)
 	for i, m := range list {
 		require.Equal(t, identity(t, owner.memory.files[blocks[i]]), identity(t, m.FD), "block %d", blocks[i])
@@ -205,14 +241,14 @@ func TestFetchInBatches(t *testing.T) {
 	require.Equal(t, count, owner.Peers()[0].Exports)
 
 	// One that is gone fails all of them, and leaves no descriptor open.
-	_, _, err = importer.Fetch(within(t, 10*second), owner.Self(), append(blocks, 9999))
+	_, _, err = importer.Fetch(within(t, 10*second), owner.Self(), append(blocks, 9999), false)
 	require.ErrorIs(t, err, ErrGone)
 	require.Eventually(t, func() bool { return descriptorsOpen(t) == before }, 5*second, 10*time.Millisecond)
 }
 
 func TestFetchOfTheGone(t *testing.T) {
 	importer := newProcess(t, 0, 0)
-	_, _, err := importer.Fetch(within(t, 5*second), Identity{ID: ID{1, 2, 3}, PID: 4242, Group: 3}, []uint64{1})
+	_, _, err := importer.Fetch(within(t, 5*second), Identity{ID: ID{1, 2, 3}, PID: 4242, Group: 3}, []uint64{1}, false)
 	require.ErrorIs(t, err, ErrGone)
 	require.ErrorContains(t, err, "pid 4242 (group 3)")
 }
@@ -221,7 +257,7 @@ func TestFetchOfTheGone(t *testing.T) {
 func TestFetchDeadline(t *testing.T) {
 	owner, importer := newProcess(t, 0, 1), newProcess(t, 0, 0)
 	owner.memory.wait = true
-	_, _, err := importer.Fetch(within(t, 50*time.Millisecond), owner.Self(), []uint64{1})
+	_, _, err := importer.Fetch(within(t, 50*time.Millisecond), owner.Self(), []uint64{1}, false)
 	require.ErrorContains(t, err, owner.Self().String())
 	var timeout *TimeoutError
 	require.ErrorAs(t, err, &timeout)
@@ -259,7 +295,7 @@ func TestClosedNodeIsGone(t *testing.T) {
 	require.Eventually(t, func() bool { return a.Gone(b.Self()) }, 5*second, time.Millisecond)
 	require.Eventually(t, func() bool { return a.memory.seen() > changes }, 5*second, time.Millisecond)
 	require.Empty(t, a.Peers())
-	_, _, err := a.Fetch(within(t, 5*second), b.Self(), []uint64{1})
+	_, _, err := a.Fetch(within(t, 5*second), b.Self(), []uint64{1}, false)
 	require.ErrorIs(t, err, ErrGone)
 	_, err = a.Quiesce(within(t, 5*second))
 	require.NoError(t, err, "who is gone is not waited for")
@@ -350,13 +386,13 @@ func pretend(t testing.TB, m message) Identity {
 func TestPeerOfAnotherRelease(t *testing.T) {
 	a := newProcess(t, 0, 0)
 	who := pretend(t, message{Kind: kindError, Error: "I speak another protocol"})
-	_, _, err := a.Fetch(within(t, 5*second), who, []uint64{1})
+	_, _, err := a.Fetch(within(t, 5*second), who, []uint64{1}, false)
 	require.ErrorContains(t, err, "use the same release of amem in all ranks")
 	require.ErrorContains(t, err, "I speak another protocol")
 	require.ErrorContains(t, err, "pid 31337")
 
 	who = pretend(t, message{Kind: kindHello, Version: protocolVersion, From: Identity{ID: ID{7}, PID: 5}})
-	_, _, err = a.Fetch(within(t, 5*second), who, []uint64{1})
+	_, _, err = a.Fetch(within(t, 5*second), who, []uint64{1}, false)
 	require.ErrorContains(t, err, "it says to be pid 5")
 }
 
@@ -448,7 +484,7 @@ func TestSilentConnections(t *testing.T) {
 func TestPanicInAnswer(t *testing.T) {
 	a, b := newProcess(t, 0, 1), newProcess(t, 0, 0)
 	a.memory.panics = true
-	_, _, err := b.Fetch(within(t, 5*second), a.Self(), []uint64{1})
+	_, _, err := b.Fetch(within(t, 5*second), a.Self(), []uint64{1}, false)
 	require.Error(t, err)
 	a.memory.mu.Lock()
 	a.memory.panics = false

@@ -12,9 +12,13 @@ import (
 // TimeoutError says whom a wait was for when its deadline passed.
 type TimeoutError struct {
 	For []Identity
+	To  string // what they were to do; "": pause or resume as this process does
 }
 
 func (e *TimeoutError) Error() string {
+	if e.To != "" {
+		return fmt.Sprintf("waiting for %s to %s: the deadline passed", names(e.For), e.To)
+	}
 	return fmt.Sprintf("waiting for %s: the deadline passed; pause and resume must be called in every process that shares "+
 		"a communicator with this one", names(e.For))
 }

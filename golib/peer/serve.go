@@ -117,11 +117,20 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		// Counted first: a pause that starts now must wait for this peer too.
 		var added []uint64
 		n.update(func() { added = n.link(who).take(m) })
-		list, generation, err := n.handler.Serve(ctx, who, m.Blocks)
+		serving, cancel := context.WithCancel(ctx)
+		defer cancel()
+		if m.Now {
+			cancel()
+		}
+		list, generation, err := n.handler.Serve(serving, who, m.Blocks)
 		if err != nil {
 			n.update(func() { n.link(who).let(added, m.Number) }) // what it mapped before, it still does
 			if errors.Is(err, ErrGone) {
 				return reply, nil, nil // no memory says so
+			}
+			if errors.Is(err, ErrPaused) && m.Now {
+				reply.Paused = true
+				return reply, nil, nil
 			}
 			return reply, nil, err
 		}
@@ -148,6 +157,15 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 				n.unused(part, who.ID)
 			}
 		})
+	case kindDescribe:
+		if len(m.Parts) != 1 {
+			return reply, nil, fmt.Errorf("%d parts to be described, not 1", len(m.Parts))
+		}
+		reply.Descriptor = n.handler.Describe(m.Parts[0])
+	case kindLeave:
+		return reply, nil, n.handler.Leave(ctx, who, m.Blocks)
+	case kindReturn:
+		return reply, nil, n.handler.Return(ctx, who, m.Blocks)
 	case kindStopped:
 		n.update(func() {
 			l := n.link(who)

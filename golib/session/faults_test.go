@@ -25,7 +25,9 @@ import (
 var errInjected = errors.New("injected")
 
 // sockets counts the steps at the sockets of a test's processes, and makes some fail.
-var sockets struct {
+var sockets socketSteps
+
+type socketSteps struct {
 	sync.Mutex
 	names   map[string]string              // of the processes, by the address at which each listens
 	count   map[string]int                 // of steps, by what they are
@@ -34,20 +36,28 @@ var sockets struct {
 	conns   map[*net.UnixConn]bool         // kept, since the collector closes what is lost
 }
 
+// asked names a step of who asks the process that listens at the address.
+func (s *socketSteps) asked(address, step string) string {
+	if name := s.names[address]; name != "" {
+		return name + " is asked: " + step
+	}
+	return ""
+}
+
 func init() {
 	peer.Fault = func(c *net.UnixConn, step string) (err error) {
 		sockets.Lock()
 		defer sockets.Unlock()
-		if sockets.names == nil {
-			return nil
-		}
 		var what string
 		if c == nil {
-			what = sockets.names[strings.TrimPrefix(step, "dial ")] + " is asked: dial"
+			what = sockets.asked(strings.TrimPrefix(step, "dial "), "dial")
 		} else if name := sockets.names[fmt.Sprint(c.LocalAddr())]; name != "" {
 			what = name + " serves: " + step
 		} else {
-			what = sockets.names[fmt.Sprint(c.RemoteAddr())] + " is asked: " + step
+			what = sockets.asked(fmt.Sprint(c.RemoteAddr()), step)
+		}
+		if what == "" { // of an earlier test's process, which may be talking still
+			return nil
 		}
 		sockets.conns[c] = true
 		sockets.count[what]++
@@ -58,7 +68,7 @@ func init() {
 			sockets.sending++
 		}
 		if strings.HasPrefix(step, "sent ") {
-			sockets.sending--
+			sockets.sending = max(0, sockets.sending-1) // it may have begun before it was watched
 		}
 		return err
 	}
@@ -78,6 +88,23 @@ func atSockets(t *testing.T, fail func(step string, n int) error) map[string]int
 	count := sockets.count
 	sockets.count, sockets.fail = map[string]int{}, fail
 	return count
+}
+
+// watchSockets makes the nodes' sockets those at which steps are counted and fail.
+func watchSockets(t *testing.T, nodes ...*peer.Node) {
+	t.Helper()
+	sockets.Lock()
+	defer sockets.Unlock()
+	sockets.names, sockets.conns, sockets.count = map[string]string{}, map[*net.UnixConn]bool{}, map[string]int{}
+	sockets.sending = 0
+	for i, n := range nodes {
+		sockets.names["@amem-"+n.Self().ID.String()] = fmt.Sprintf("process %d", i)
+	}
+	t.Cleanup(func() {
+		sockets.Lock()
+		defer sockets.Unlock()
+		sockets.names, sockets.fail, sockets.conns = nil, nil, nil
+	})
 }
 
 // soon waits until what is true. Unlike require.Eventually it starts no goroutine.
@@ -115,17 +142,11 @@ func newRanks(t *testing.T, count, joining int, share func(all []*process)) *ran
 	r.all = start(t, count, patient)
 	r.joining = r.all[:joining]
 	share(r.all)
-	sockets.Lock()
-	sockets.names, sockets.conns = map[string]string{}, map[*net.UnixConn]bool{}
-	for i, p := range r.all {
-		sockets.names["@amem-"+p.node.Self().ID.String()] = fmt.Sprintf("process %d", i)
+	var nodes []*peer.Node
+	for _, p := range r.all {
+		nodes = append(nodes, p.node)
 	}
-	sockets.Unlock()
-	t.Cleanup(func() {
-		sockets.Lock()
-		defer sockets.Unlock()
-		sockets.names, sockets.fail, sockets.conns = nil, nil, nil
-	})
+	watchSockets(t, nodes...)
 	for r.active != holdingsNow(t) {
 		r.active = holdingsNow(t)
 		atSockets(t, loseReady)
@@ -426,9 +447,13 @@ func TestFaultsAtSockets(t *testing.T) {
 // Whichever driver call fails in whichever of two processes.
 func TestFaults(t *testing.T) {
 	r := newRanks(t, 2, 2, func(all []*process) { together(t, all[0], all[1]) })
+	r.faults(t, atTheDriver(), func(bool, string) bool { return true })
+}
+
+func atTheDriver() seam {
 	var before map[string]int64
 	var failing string
-	r.faults(t, seam{
+	return seam{
 		fail: func(t *testing.T, call string, n int, err error) {
 			before, failing = simtest.Driver().Calls(), call
 			if n > 0 {
@@ -448,7 +473,7 @@ func TestFaults(t *testing.T) {
 			return calls
 		},
 		errors: func(string) []error { return []error{cuda.ErrUnknown} },
-	}, func(bool, string) bool { return true })
+	}
 }
 
 // A peer that can't be told of a pause is waited for, since it may have ended, and

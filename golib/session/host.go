@@ -6,17 +6,21 @@ import (
 	"fmt"
 	"log/slog"
 	"time"
+
+	"amem/golib/offload"
+	"amem/golib/vmm"
 )
 
-// settled is how long NCCL's memory must have stayed as it is before host
-// memory is got for it ahead: connecting makes it grow for a while.
+// settled is how long memory must have stayed as it is before host memory is got
+// for it ahead: connecting, or loading weights, makes it grow for a while.
 const settled = time.Second
 
-// preallocate gets the host memory that a pause would need, whenever NCCL's
-// memory has settled, so that the first pause is as fast as the next.
-func (s *Session) preallocate() {
+// preallocate gets the host memory that a pause would need, whenever the Space's
+// memory has settled, so that the first pause is as fast as the next. grow gets
+// one more piece, and tells whether it did.
+func (s *Session) preallocate(space *vmm.Space, grow func() (bool, error)) {
 	for s.closed.Err() == nil {
-		changed := s.space.Changed()
+		changed := space.Changed()
 		select {
 		case <-changed:
 			continue
@@ -26,7 +30,7 @@ func (s *Session) preallocate() {
 		}
 		for more := true; more; {
 			var err error
-			if more, err = s.growHost(); err != nil {
+			if more, err = grow(); err != nil {
 				slog.Warn("host memory for a pause is not got ahead", "error", err)
 			}
 		}
@@ -37,8 +41,8 @@ func (s *Session) preallocate() {
 	}
 }
 
-// growHost gets one more piece of host memory if a pause would need it, and
-// tells whether it did. A pause that is called meanwhile waits for the piece.
+// growHost gets one more piece for NCCL's memory if a pause would need it. A
+// pause that is called meanwhile waits for the piece.
 func (s *Session) growHost() (grown bool, err error) {
 	if err := s.take(s.closed); err != nil {
 		return false, nil // closed
@@ -47,15 +51,31 @@ func (s *Session) growHost() (grown bool, err error) {
 	if s.State() != Active { // the arena holds contents
 		return false, nil
 	}
-	total := s.space.Footprint()
-	if s.arena.Bytes() >= total {
+	return grow(s.space, s.arena)
+}
+
+// growHost is likewise for a region with BackupCPU.
+func (r *Region) growHost() (grown bool, err error) {
+	if err := r.take(r.session.closed); err != nil {
 		return false, nil
 	}
-	if err := s.arena.Begin(total); err != nil {
+	defer r.give()
+	if r.isPaused() {
+		return false, nil
+	}
+	return grow(r.space, r.keeper().(*offload.Arena))
+}
+
+func grow(space *vmm.Space, arena *offload.Arena) (grown bool, err error) {
+	total := space.Footprint()
+	if arena.Bytes() >= total {
+		return false, nil
+	}
+	if err := arena.Begin(total); err != nil {
 		return false, err
 	}
-	err = s.space.AnyDevice(func() error {
-		grown, err = s.arena.Grow()
+	err = space.AnyDevice(func() error {
+		grown, err = arena.Grow()
 		return err
 	})
 	return grown, err
@@ -65,15 +85,47 @@ func (s *Session) growHost() (grown bool, err error) {
 func (s *Session) FreeHost() error {
 	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
 	defer cancel()
-	if err := s.take(ctx); err != nil {
+	errs := []error{s.freeNCCLHost(ctx)}
+	for _, r := range s.allRegions() {
+		errs = append(errs, r.freeHost(ctx))
+	}
+	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("free host memory: %w", err)
+	}
+	return nil
+}
+
+func errHolds(tag string) error {
+	return fmt.Errorf("%w: tag %q is paused, and its host memory holds the contents: resume it first", ErrState, tag)
+}
+
+func (s *Session) freeNCCLHost(ctx context.Context) error {
+	if err := s.take(ctx); err != nil {
+		return err
 	}
 	defer s.give()
 	if s.State() != Active {
-		return fmt.Errorf("%w: while paused, the host memory holds the contents: resume first", ErrState)
+		return errHolds(Tag)
 	}
-	if err := s.space.AnyDevice(s.arena.Free); err != nil {
-		return errors.Join(errors.New("free host memory"), err)
+	return s.space.AnyDevice(s.arena.Free)
+}
+
+func (r *Region) freeHost(ctx context.Context) error {
+	if err := r.take(ctx); err != nil {
+		return err
 	}
+	defer r.give()
+	if r.isPaused() {
+		return errHolds(r.tag)
+	}
+	if r.store == nil {
+		return nil
+	}
+	if err := r.space.AnyDevice(r.store.Free); err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.store = nil // the next may be in another folder
 	return nil
 }

@@ -1,5 +1,6 @@
-// Package session is the state machine of a process: active or paused, and
-// the steps between. It decides; vmm, offload and peer do.
+// Package session is the state machine of a process's memory: NCCL's and that of
+// each region is active or paused, with steps between. It decides; vmm, offload
+// and peer do.
 //
 // Pause and resume take turns. A step that fails leaves the process as it was,
 // with one exception: when a resume has brought this process's memory back but
@@ -14,7 +15,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"strings"
 	"sync"
 	"time"
 
@@ -50,9 +50,6 @@ const (
 	Stale  Guard = 2 // a peer's memory is paused or was replaced: resume first
 )
 
-// Tag is the built-in tag of NCCL's memory.
-const Tag = "nccl"
-
 // The errors that callers tell apart, beside those of vmm, offload and peer.
 var (
 	ErrNoCuMem  = errors.New("NCCL allocates no memory that can be paused")
@@ -69,9 +66,12 @@ type Options struct {
 	SetGuard func(Guard)
 	Launches func() int // kernel launches of NCCL's that are under way
 	Prealloc bool       // get the host memory for a pause ahead, in the background
+	Folder   string     // where BackupDisk keeps files, unless SetDiskFolder says
+	// Paused is told how many more regions are paused, or fewer.
+	Paused func(more int)
 }
 
-// Session is the pausable memory of this process.
+// Session is the pausable memory of this process: NCCL's, and that of regions.
 type Session struct {
 	options Options
 	driver  *cuda.Driver
@@ -81,7 +81,9 @@ type Session struct {
 	closed  context.Context // ends with Close
 	end     context.CancelFunc
 
-	turn chan struct{} // holds one token: who has it may change the state
+	regions regions
+
+	turn chan struct{} // holds one token: who has it may change the state of NCCL's memory
 
 	mu         sync.Mutex
 	state      State
@@ -110,7 +112,7 @@ func New(driver *cuda.Driver, options Options) (*Session, error) {
 	s.space.SetPeers(node)
 	s.closed, s.end = context.WithCancel(context.Background())
 	if options.Prealloc {
-		go s.preallocate()
+		go s.preallocate(s.space, s.growHost)
 	}
 	return s, nil
 }
@@ -118,11 +120,24 @@ func New(driver *cuda.Driver, options Options) (*Session, error) {
 // Close stops serving peers.
 func (s *Session) Close() {
 	s.node.Close()
+	s.closeRegions()
 	s.end()
 }
 
 // Space is the memory that NCCL's calls are for.
 func (s *Session) Space() *vmm.Space { return s.space }
+
+// Describe implements peer.Handler: NCCL's memory is described by descriptors
+// that NCCL passes on.
+func (s *Session) Describe(peer.Part) []byte { return nil }
+
+var errNotLent = errors.New("NCCL's memory is paused by every process itself")
+
+// Leave implements peer.Handler.
+func (s *Session) Leave(context.Context, peer.Identity, []uint64) error { return errNotLent }
+
+// Return implements peer.Handler.
+func (s *Session) Return(context.Context, peer.Identity, []uint64) error { return errNotLent }
 
 // Serve implements peer.Handler.
 func (s *Session) Serve(ctx context.Context, to peer.Identity, blocks []uint64) ([]peer.Memory, uint64, error) {
@@ -163,24 +178,11 @@ func (s *Session) setGuard() {
 	s.options.SetGuard(Open)
 }
 
-// State answers the state; during a change, that before it.
+// State answers the state of NCCL's memory; during a change, that before it.
 func (s *Session) State() State {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.state
-}
-
-// checkTags refuses what is not a comma-separated list of tags. "" is all.
-func checkTags(tags string) error {
-	if tags == "" {
-		return nil
-	}
-	for _, tag := range strings.Split(tags, ",") {
-		if tag != Tag {
-			return fmt.Errorf("%w: no tag %q; the tags there are: %s", ErrArgument, tag, Tag)
-		}
-	}
-	return nil
 }
 
 // take waits for this caller's turn.
@@ -220,29 +222,24 @@ type PauseReport struct {
 	Copied   uint64  `json:"copied_bytes"`
 }
 
-// Pause gives the memory of the tags back to the device.
-func (s *Session) Pause(tags string) error {
-	if err := checkTags(tags); err != nil {
-		return err
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-	defer cancel()
+// pauseNCCL gives NCCL's memory back to the device.
+func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
 	if err := s.take(ctx); err != nil {
-		return fmt.Errorf("pause: %w", err)
+		return done, err
 	}
 	defer s.give()
 	if s.is(Paused, false) {
-		return nil
+		return done, nil
 	}
 	if len(s.space.Devices()) == 0 {
 		if os.Getenv("NCCL_CUMEM_ENABLE") == "0" {
-			return ErrNoCuMem
+			return done, ErrNoCuMem
 		}
 		if count, err := s.driver.DeviceCount(); count == 0 {
-			return errors.Join(ErrNoDevice, err)
+			return done, errors.Join(ErrNoDevice, err)
 		}
 		slog.Warn("pause: NCCL has no memory in this process: nothing to do")
-		return nil
+		return done, nil
 	}
 	s.mu.Lock() // so that a PeerChanged that began before can't open it again
 	s.options.SetGuard(Closed)
@@ -252,16 +249,15 @@ func (s *Session) Pause(tags string) error {
 	defer s.mu.Unlock()
 	if err != nil && !s.space.Whole() {
 		s.state, s.unfinished = Paused, false
-		return fmt.Errorf("pause: some memory is given back and could not be restored, so the process is paused; resume it: %w", err)
+		return done, fmt.Errorf("some memory is given back and could not be restored, so the process is paused; resume it: %w", err)
 	}
 	if err != nil {
-		return fmt.Errorf("pause: %w", err)
+		return done, err
 	}
 	s.state, s.unfinished, s.relied = Paused, false, nil
 	s.pauses++
 	s.last.pause = report
-	slog.Info("paused", "released_bytes", report.Released, "copied_bytes", report.Copied, "seconds", report.Seconds)
-	return nil
+	return Transition{Changed: true, Bytes: report.Released, Copied: report.Copied}, nil
 }
 
 func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
@@ -330,34 +326,28 @@ type ResumeReport struct {
 	Copied   uint64  `json:"copied_bytes"`
 }
 
-// Resume restores the memory of the tags. In an active process it restores
-// what a failed pause has left stale, if anything.
-func (s *Session) Resume(tags string) error {
-	if err := checkTags(tags); err != nil {
-		return err
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-	defer cancel()
+// resumeNCCL restores NCCL's memory. In an active process it restores what a
+// failed pause has left stale, if anything.
+func (s *Session) resumeNCCL(ctx context.Context) (done Transition, err error) {
 	if err := s.take(ctx); err != nil {
-		return fmt.Errorf("resume: %w", err)
+		return done, err
 	}
 	defer s.give()
 	if s.is(Active, false) {
-		return s.refresh(ctx)
+		return done, s.refresh(ctx)
 	}
 	clock := newClock()
 	report := ResumeReport{}
 	if !s.is(Paused, true) {
-		var err error
-		if report, err = s.restore(ctx, clock); err != nil {
-			return fmt.Errorf("resume: %w", err)
+		if report, err = s.restore(ctx, s.space, s.node.Generation, clock); err != nil {
+			return done, err
 		}
 		s.mu.Lock()
 		s.unfinished = true
 		s.mu.Unlock()
 	}
 	if err := s.meet(ctx); err != nil {
-		return fmt.Errorf("resume: this process's memory is back, a peer's is not: %w", err)
+		return done, fmt.Errorf("this process's memory is back, a peer's is not: %w", err)
 	}
 	report.Ready = clock.lap()
 	report.Seconds = clock.total()
@@ -366,24 +356,25 @@ func (s *Session) Resume(tags string) error {
 	s.state, s.unfinished = Active, false
 	s.resume++
 	s.last.resume = report
-	slog.Info("resumed", "restored_bytes", report.Restored, "seconds", report.Seconds)
-	return nil
+	return Transition{Changed: true, Bytes: report.Restored, Copied: report.Copied}, nil
 }
 
-// restore brings back everything whose failure can be undone.
-func (s *Session) restore(ctx context.Context, clock *clock) (r ResumeReport, err error) {
-	restored, err := s.space.Restore()
+// restore brings back everything whose failure can be undone. current answers
+// the generation that an owner has said is ready.
+func (s *Session) restore(ctx context.Context, space *vmm.Space, current func(owner peer.Identity) uint64, clock *clock) (
+	r ResumeReport, err error) {
+	restored, err := space.Restore()
 	if err != nil {
-		return r, errors.Join(err, s.space.Fill())
+		return r, errors.Join(err, space.Fill())
 	}
 	r.Restored, r.Copied = restored.Bytes, restored.Copied
 	r.Create = clock.lap()
-	err = s.space.Attach(ctx, s.node.Generation)
+	err = space.Attach(ctx, current)
 	r.Peers = clock.lap()
-	err = errors.Join(err, s.space.Fill())
+	err = errors.Join(err, space.Fill())
 	r.Copy = clock.lap()
 	if err != nil {
-		return r, errors.Join(err, s.space.Abandon())
+		return r, errors.Join(err, space.Abandon())
 	}
 	return r, nil
 }
@@ -414,10 +405,7 @@ func (s *Session) refresh(ctx context.Context) error {
 	if !behind && !s.space.Stale(s.node.Generation) {
 		return nil
 	}
-	if err := s.meet(ctx); err != nil {
-		return fmt.Errorf("resume: %w", err)
-	}
-	return nil
+	return s.meet(ctx)
 }
 
 // Group answers the group ID.

@@ -46,6 +46,16 @@ func (b buffer) fill(seed uint64)  { simtest.Fill(b.at, seed, b.size) }
 func (b buffer) intact() bool      { return simtest.Holds(b.at, b.seed, b.size) }
 func (p *process) position() Guard { return Guard(p.guard.Load()) }
 
+func (p *process) Pause(tags string) error {
+	_, err := p.Session.Pause(tags)
+	return err
+}
+
+func (p *process) Resume(tags string) error {
+	_, err := p.Session.Resume(tags)
+	return err
+}
+
 func prop() cuda.Prop {
 	return cuda.Prop{Type: 1, HandleTypes: cuda.FileDescriptor, LocationType: cuda.LocationDevice}
 }
@@ -64,21 +74,35 @@ func newProcess(t *testing.T, group int, timeout time.Duration) *process {
 	return p
 }
 
-// start makes processes that NCCL allocates a small and a large buffer in; at
-// the test's end they free them, and the device has all of its memory back.
-func start(t *testing.T, count int, timeout time.Duration) []*process {
+// bare makes processes without any memory; at the test's end the device has all
+// of its memory back.
+func bare(t *testing.T, count int, timeout time.Duration) []*process {
 	t.Helper()
 	simtest.On(t, 0)
 	empty := func() bool { return simtest.Used(t, 0) == 0 }
 	// What the last test's processes sent each other last may still be on its way.
 	require.Eventually(t, empty, 5*time.Second, time.Millisecond, "device memory of an earlier test")
 	var all []*process
-	for i := range count {
-		p := newProcess(t, 0, timeout)
+	for range count {
+		all = append(all, newProcess(t, 0, timeout))
+	}
+	t.Cleanup(func() {
+		if !t.Failed() {
+			require.Eventually(t, empty, 5*time.Second, time.Millisecond, "device memory not given back")
+		}
+	})
+	return all
+}
+
+// start makes processes that NCCL allocates a small and a large buffer in; at
+// the test's end they free them.
+func start(t *testing.T, count int, timeout time.Duration) []*process {
+	t.Helper()
+	all := bare(t, count, timeout)
+	for i, p := range all {
 		for k, size := range []uint64{64 * kib, 2 * mib} {
 			p.allocate(t, size, uint64(100*i+k+1))
 		}
-		all = append(all, p)
 	}
 	t.Cleanup(func() {
 		if t.Failed() {
@@ -89,7 +113,6 @@ func start(t *testing.T, count int, timeout time.Duration) []*process {
 				p.free(t, b)
 			}
 		}
-		require.Eventually(t, empty, 5*time.Second, time.Millisecond, "device memory not given back")
 	})
 	return all
 }

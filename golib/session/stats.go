@@ -1,6 +1,8 @@
 package session
 
 import (
+	"amem/golib/offload"
+	"amem/golib/peer"
 	"amem/golib/vmm"
 )
 
@@ -17,6 +19,8 @@ type Stats struct {
 	Resident    map[string]uint64 `json:"resident"` // what a pause does not release, by reason
 	Host        HostStats         `json:"host"`
 	Peers       []PeerStats       `json:"peers"`
+	Regions     []RegionStats     `json:"regions"`
+	Sharers     []PeerStats       `json:"sharers"` // of regions' memory
 	Pauses      int               `json:"pauses"`
 	Resumes     int               `json:"resumes"`
 	LastPause   PauseReport       `json:"last_pause"`
@@ -40,21 +44,68 @@ type PeerStats struct {
 	Stopped bool   `json:"stopped"`
 }
 
+// RegionStats is the program's own memory of one tag and backup.
+type RegionStats struct {
+	Tag         string            `json:"tag"`
+	Backup      string            `json:"backup"`
+	State       string            `json:"state"`
+	Allocations int               `json:"allocations"`
+	Allocated   uint64            `json:"allocated_bytes"`
+	Device      uint64            `json:"device_bytes"` // own, on the devices now
+	Paused      uint64            `json:"paused_bytes"` // own, given back
+	Opened      uint64            `json:"opened_bytes"` // other processes', mapped here now
+	Resident    map[string]uint64 `json:"resident"`     // what a pause does not release, by reason
+	Host        uint64            `json:"host_bytes"`   // for backups
+	Disk        uint64            `json:"disk_bytes"`   // for backups
+}
+
+func (r *Region) stats() RegionStats {
+	devices, resident := r.space.Usage()
+	stats := RegionStats{Tag: r.tag, Backup: r.backup.String(), State: Active.String(), Resident: resident}
+	if r.isPaused() {
+		stats.State = Paused.String()
+	}
+	stats.Allocations, stats.Allocated = r.space.Allocated()
+	for _, d := range devices {
+		stats.Device += d.Device
+		stats.Paused += d.Paused
+		stats.Opened += d.Imported
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.store != nil {
+		stats.Host = r.store.Bytes()
+		if disk, is := r.store.(*offload.Disk); is {
+			stats.Disk = disk.FileBytes()
+		}
+	}
+	return stats
+}
+
+func peerStats(node *peer.Node) []PeerStats {
+	list := []PeerStats{}
+	for _, p := range node.Peers() {
+		list = append(list, PeerStats{p.PID, p.ID.String(), p.Group, p.Imports, p.Exports, p.Stopped})
+	}
+	return list
+}
+
 // Stats answers the figures as they are now.
 func (s *Session) Stats(version string) Stats {
 	self := s.node.Self()
 	devices, resident := s.space.Usage()
 	stats := Stats{
 		Version: version, PID: self.PID, ProcessID: self.ID.String(), Group: self.Group,
-		Devices: devices, Resident: resident, Host: HostStats{Arena: s.arena.Bytes()}, Peers: []PeerStats{},
-		DriverCalls: s.driver.Calls(), Messages: s.node.Sent(),
+		Devices: devices, Resident: resident, Host: HostStats{Arena: s.arena.Bytes()}, Peers: peerStats(s.node),
+		Regions: []RegionStats{}, Sharers: []PeerStats{}, DriverCalls: s.driver.Calls(), Messages: s.node.Sent(),
+	}
+	for _, r := range s.allRegions() {
+		stats.Regions = append(stats.Regions, r.stats())
+		stats.Sharers = peerStats(r.session.regions.share.node)
 	}
 	for _, d := range devices {
 		stats.DeviceBytes += d.Device
 		stats.PausedBytes += d.Paused
-	}
-	for _, p := range s.node.Peers() {
-		stats.Peers = append(stats.Peers, PeerStats{p.PID, p.ID.String(), p.Group, p.Imports, p.Exports, p.Stopped})
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

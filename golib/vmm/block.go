@@ -2,6 +2,7 @@ package vmm
 
 import (
 	"slices"
+	"sync"
 
 	"amem/golib/cuda"
 	"amem/golib/offload"
@@ -16,8 +17,9 @@ type block struct {
 	size   uint64
 	slab   bool // carved; a block that isn't belongs to one handle
 	class  class
-	home   cuda.Ptr // where it stands; 0: nowhere of our choosing
-	window *window  // that home is in, if any
+	home   cuda.Ptr   // where it stands; 0: nowhere of our choosing
+	window *window    // that home is in, if any
+	alone  sync.Mutex // attaching, of a block without a window
 
 	// Guarded by mu.
 	mem      *memory
@@ -30,6 +32,15 @@ type block struct {
 	contents *offload.Contents // while paused
 	fetching chan struct{}     // imported: closed when the first fetch has ended
 	lost     bool              // imported: the owner has freed it or has ended, and it is mapped no more
+}
+
+// attaching is held while an imported block's memory is mapped, and from when the
+// block ends until it is unmapped: see window.attaching.
+func (b *block) attaching() *sync.Mutex {
+	if b.window != nil {
+		return &b.window.attaching
+	}
+	return &b.alone
 }
 
 // span is a part of a block.

@@ -88,8 +88,7 @@ func (s *Space) Create(size uint64, prop cuda.Prop, flags uint64, own bool, site
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	h := s.newHandle(size, prop)
-	s.nextBlock++
-	b := &block{id: s.nextBlock, size: size, handles: []*handle{h}}
+	b := &block{id: s.options.Numbers.Add(1), size: size, handles: []*handle{h}}
 	b.mem = &memory{prop: prop, size: size, blocks: []*block{b}, keep: keep, live: true, phys: phys, fd: -1}
 	s.blocks[b.id] = b
 	h.block = b
@@ -464,6 +463,11 @@ func (s *Space) endUnused(h *handle) error {
 // endEmpty ends a block that nobody uses. Own memory goes back to the device as
 // a whole only, so the slabs on it end together. structure is held.
 func (s *Space) endEmpty(b *block) error {
+	if b.owner != nil { // no other thread maps it meanwhile, or imports it anew before it is unmapped
+		attaching := b.attaching()
+		attaching.Lock()
+		defer attaching.Unlock()
+	}
 	s.mu.Lock()
 	ending := s.endable(b)
 	for _, b := range ending {

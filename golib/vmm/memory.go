@@ -49,7 +49,7 @@ type memory struct {
 	extra      []*mapping // where NCCL mapped it beside home
 	keep       string     // one of Keep*; "": released by a pause
 	filling    bool       // contents are being copied in: not to be freed or carved
-	copied     cuda.Event // during a pause: when its contents are on the host
+	copied     cuda.Event // during a pause: when its contents are on the host; 0: none are kept
 }
 
 // mapping is an address range at which NCCL itself mapped a block's memory.
@@ -192,8 +192,9 @@ type window struct {
 	base cuda.Ptr
 	size uint64
 
-	// attaching is held while a peer's memory is mapped in it, so that two
-	// threads don't map the same. It is taken after Space.structure.
+	// attaching is held while a peer's memory is mapped in it, and unmapped at its
+	// end, so that two threads don't map the same, nor one what another unmaps. It
+	// is taken after Space.structure.
 	attaching sync.Mutex
 
 	// Guarded by mu.

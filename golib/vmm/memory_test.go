@@ -77,8 +77,7 @@ func TestRegroup(t *testing.T) {
 	s := New(nil, Options{})
 	one, other := &window{base: 1 << 40}, &window{base: 1<<40 + 400*1<<20}
 	add := func(w *window, at, size uint64, change func(m *memory)) {
-		s.nextBlock++
-		b := &block{id: s.nextBlock, window: w, home: 1<<40 + cuda.Ptr(at), size: size}
+		b := &block{id: s.options.Numbers.Add(1), window: w, home: 1<<40 + cuda.Ptr(at), size: size}
 		b.mem = &memory{size: size, home: b.home, blocks: []*block{b}, access: rights(0)}
 		change(b.mem)
 		s.blocks[b.id] = b

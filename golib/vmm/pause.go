@@ -110,6 +110,9 @@ func (s *Space) imported() []*memory {
 // held.
 func (s *Space) plan(b *block) *offload.Contents {
 	c := &offload.Contents{}
+	if s.options.Discard {
+		return c
+	}
 	zero := false
 	for _, h := range b.handles {
 		size := min(roundUp(h.size, b.class.unit()), b.size-h.off)
@@ -145,7 +148,7 @@ func (s *Space) Leave(leaving bool) {
 }
 
 // Vacate copies the contents of all own memory that a pause releases to the
-// arena and gives the memory back, and lets go of peers' memory. Kernels that
+// store and gives the memory back, and lets go of peers' memory. Kernels that
 // could write to it must have ended, here and in all peers.
 //
 // While the copies run, peers' memory is let go of, and own memory as soon as
@@ -153,7 +156,7 @@ func (s *Space) Leave(leaving bool) {
 // the driver fails, own memory is put back. If even that fails, Whole is false,
 // and Restore brings back what is missing. Peers' memory is to be attached
 // again.
-func (s *Space) Vacate(arena *offload.Arena) (p Paused, err error) {
+func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	s.structure.Lock()
 	defer s.structure.Unlock()
 	defer func() {
@@ -162,6 +165,7 @@ func (s *Space) Vacate(arena *offload.Arena) (p Paused, err error) {
 			s.Resumed()
 		}
 	}()
+	s.store = store
 	s.mu.Lock()
 	list := s.pausable()
 	for _, m := range list {
@@ -172,7 +176,7 @@ func (s *Space) Vacate(arena *offload.Arena) (p Paused, err error) {
 	}
 	s.mu.Unlock()
 	started := time.Now()
-	if err := s.copyOut(list, arena, p.Copied); err != nil {
+	if err := s.copyOut(list, store, p.Copied); err != nil {
 		return p, fmt.Errorf("copy out: %w", err)
 	}
 	if err := s.AnyDevice(func() error { p.Detached = s.detach(); return nil }); err != nil {
@@ -180,8 +184,10 @@ func (s *Space) Vacate(arena *offload.Arena) (p Paused, err error) {
 	}
 	var released []*memory
 	err = s.byDevice(list, func(_ *Device, m *memory) error {
-		if err := s.driver.Wait(m.copied); err != nil {
-			return fmt.Errorf("copy out: %w", err)
+		if m.copied != 0 {
+			if err := s.driver.Wait(m.copied); err != nil {
+				return fmt.Errorf("copy out: %w", err)
+			}
 		}
 		p.Copying = time.Since(started)
 		if err := s.evaporate(m); err != nil {
@@ -200,17 +206,23 @@ func (s *Space) Vacate(arena *offload.Arena) (p Paused, err error) {
 
 // copyOut starts to copy out the contents of the memory, which is sorted by
 // device. On failure no copy is under way.
-func (s *Space) copyOut(list []*memory, arena *offload.Arena, total uint64) error {
-	arena.Prefer(s.node())
-	if err := arena.Begin(total); err != nil {
+func (s *Space) copyOut(list []*memory, store offload.Store, total uint64) error {
+	store.Prefer(s.node())
+	if err := store.Begin(total); err != nil {
 		return err
 	}
 	used := map[*Device]int{}
 	return s.byDevice(list, func(d *Device, m *memory) error {
+		var kept uint64
 		for _, c := range m.contents() {
-			if err := c.Save(s.driver, arena, d.stream); err != nil {
+			kept += c.Bytes()
+			if err := store.Save(c, d.stream); err != nil {
 				return err
 			}
+		}
+		if kept == 0 {
+			m.copied = 0
+			return nil
 		}
 		if used[d] == len(d.events) {
 			e, err := s.driver.NewEvent()
@@ -340,7 +352,7 @@ func (s *Space) attached() []*memory {
 	})
 }
 
-// putBack makes own memory again whose contents are in the arena, and starts to
+// putBack makes own memory again whose contents are in the store, and starts to
 // copy them in: see Fill.
 func (s *Space) putBack(list []*memory) error {
 	if len(list) == 0 {
@@ -362,7 +374,7 @@ func (s *Space) putBack(list []*memory) error {
 		contents := m.contents()
 		s.mu.Unlock()
 		for _, c := range contents {
-			if err := c.Restore(s.driver, d.stream); err != nil {
+			if err := s.store.Restore(c, d.stream); err != nil {
 				return err
 			}
 		}
@@ -587,48 +599,49 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 	for i, b := range blocks {
 		ids[i] = b.id
 	}
-	list, generation, err := s.peers.Fetch(ctx, owner, ids)
-	if errors.Is(err, peer.ErrGone) && len(blocks) > 1 {
-		for _, b := range blocks { // one of them is gone: find out which
+	// A region's owner pauses it when it likes, and says when it is back.
+	err := s.fetched(ctx, owner, ids, s.options.Region != "", func(list []peer.Memory, generation uint64) error {
+		return s.AnyDevice(func() error {
+			// All that was mapped before goes first: what comes may span it.
+			var errs []error
+			for _, b := range blocks {
+				errs = append(errs, s.letGo(b.mem))
+			}
+			if err := errors.Join(errs...); err != nil {
+				return err
+			}
+			for _, got := range list {
+				errs = append(errs, s.attach(owner, got, generation))
+			}
+			return errors.Join(errs...)
+		})
+	})
+	paused := errors.Is(err, peer.ErrPaused)
+	if !errors.Is(err, peer.ErrGone) && !paused {
+		return err
+	}
+	if len(blocks) > 1 {
+		for _, b := range blocks { // one of them is gone, or paused: find out which
 			if err := s.attachFrom(ctx, owner, []*block{b}); err != nil {
 				return err
 			}
 		}
 		return nil
 	}
-	if errors.Is(err, peer.ErrGone) {
-		// NCCL frees it too, as soon as it learns of it; until then its
-		// addresses stay reserved.
-		level := slog.LevelDebug
-		if s.peers.Gone(owner) {
-			level = slog.LevelWarn
-		}
-		slog.Log(ctx, level, "peer's memory is gone", "peer", owner.String(), "block", ids[0])
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		blocks[0].lost = true
+	if paused {
 		return nil
 	}
-	if err != nil {
-		return err
+	// Who uses it frees it too, as soon as it learns of it; until then its
+	// addresses stay reserved.
+	level := slog.LevelDebug
+	if s.peers.Gone(owner) {
+		level = slog.LevelWarn
 	}
-	defer closeAll(list)
-	s.structure.RLock()
-	defer s.structure.RUnlock()
-	return s.AnyDevice(func() error {
-		// All that was mapped before goes first: what comes may span it.
-		var errs []error
-		for _, b := range blocks {
-			errs = append(errs, s.letGo(b.mem))
-		}
-		if err := errors.Join(errs...); err != nil {
-			return err
-		}
-		for _, got := range list {
-			errs = append(errs, s.attach(owner, got, generation))
-		}
-		return errors.Join(errs...)
-	})
+	slog.Log(ctx, level, "peer's memory is gone", "peer", owner.String(), "block", ids[0])
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	blocks[0].lost = true
+	return nil
 }
 
 // letGo unmaps a peer's memory of an earlier generation. structure is held.

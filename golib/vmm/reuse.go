@@ -16,7 +16,9 @@ import (
 //
 // So a part of a slab that is freed goes this way: if peers may have it mapped,
 // it waits for them (block.awaited); then it is dirty (block.dirty) until
-// memory of its class is needed and it is cleared; then it is free.
+// memory of its class is needed and it is cleared; then it is free. A region's
+// memory is free at once, or when no peer has it mapped any more: it was in use
+// by nobody else, and new memory of a program's may have any contents.
 
 // retire takes in what a handle of a slab has had. mu is held.
 func (s *Space) retire(b *block, part span, exported bool) {
@@ -25,6 +27,15 @@ func (s *Space) retire(b *block, part span, exported bool) {
 			b.awaited = map[uint64]uint64{}
 		}
 		b.awaited[part.off] = part.size
+		return
+	}
+	s.reclaim(b, part)
+}
+
+// reclaim makes a part that nobody uses any more free, or dirty. mu is held.
+func (s *Space) reclaim(b *block, part span) {
+	if s.options.Region != "" {
+		b.uncarve(part)
 		return
 	}
 	b.dirty = append(b.dirty, part)
@@ -40,7 +51,7 @@ func (s *Space) Settled(part peer.Part) {
 	}
 	size := b.awaited[part[1]]
 	delete(b.awaited, part[1])
-	b.dirty = append(b.dirty, span{part[1], size})
+	s.reclaim(b, span{part[1], size})
 	s.mu.Unlock()
 	// Not on the goroutine that serves the peer, which must not wait for structure.
 	go func() {

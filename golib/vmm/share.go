@@ -13,10 +13,10 @@ import (
 	"amem/golib/peer"
 )
 
-// descriptor says which part of whose memory a file descriptor stands for. It
-// is the contents of a sealed memfd, which NCCL passes on as it would pass the
-// driver's own descriptor.
-type descriptor struct {
+// Descriptor says which part of whose memory is shared. NCCL passes it on as the
+// contents of a sealed memfd, as it would pass the driver's own descriptor. Of a
+// region's memory, the owner gives it to who asks. Sizes and offsets are bytes.
+type Descriptor struct {
 	Magic     string
 	Owner     peer.Identity
 	Block     uint64
@@ -28,6 +28,7 @@ type descriptor struct {
 	Window     uint64 `json:",omitempty"`
 	WindowSize uint64 `json:",omitempty"`
 	At         uint64 `json:",omitempty"`
+	Tag        string `json:",omitempty"` // of a region's memory
 }
 
 const (
@@ -36,18 +37,23 @@ const (
 	seals           = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
 )
 
-// describe makes a descriptor, the caller's to close, of the handle's memory.
-func (s *Space) describe(h *handle) (int, error) {
+func (s *Space) descriptor(h *handle) Descriptor {
 	b := h.block
 	owner := s.peers.Self()
 	if b.owner != nil {
 		owner = *b.owner
 	}
-	d := descriptor{Magic: descriptorMagic, Owner: owner, Block: b.id, BlockSize: b.size, Offset: h.off, Size: h.size, Prop: h.prop}
+	d := Descriptor{Magic: descriptorMagic, Owner: owner, Block: b.id, BlockSize: b.size, Offset: h.off, Size: h.size,
+		Prop: h.prop, Tag: s.options.Region}
 	if b.window != nil {
 		d.Window, d.WindowSize, d.At = b.window.id, b.window.size, uint64(b.home-b.window.base)
 	}
-	body, err := json.Marshal(d)
+	return d
+}
+
+// describe makes a file descriptor, the caller's to close, of the handle's memory.
+func (s *Space) describe(h *handle) (int, error) {
+	body, err := json.Marshal(s.descriptor(h))
 	if err != nil {
 		return -1, err
 	}
@@ -65,24 +71,32 @@ func (s *Space) describe(h *handle) (int, error) {
 }
 
 // readDescriptor answers ErrPass for a file that is no descriptor of amem's.
-func readDescriptor(fd int) (descriptor, error) {
+func readDescriptor(fd int) (Descriptor, error) {
 	// Only a memfd has seals: a file of the driver's is not read.
 	if got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || got != seals {
-		return descriptor{}, ErrPass
+		return Descriptor{}, ErrPass
 	}
 	body := make([]byte, maxDescriptor)
 	n, err := unix.Pread(fd, body, 0)
-	var d descriptor
-	if err != nil || json.Unmarshal(body[:n], &d) != nil || d.Magic != descriptorMagic {
-		return descriptor{}, ErrPass
+	if err != nil {
+		return Descriptor{}, ErrPass
+	}
+	return ParseDescriptor(body[:n])
+}
+
+// ParseDescriptor reads and checks a descriptor, and answers ErrPass for what is
+// none.
+func ParseDescriptor(body []byte) (d Descriptor, err error) {
+	if json.Unmarshal(body, &d) != nil || d.Magic != descriptorMagic {
+		return Descriptor{}, ErrPass
 	}
 	if d.Size == 0 || d.BlockSize == 0 || d.Offset > d.BlockSize || d.Size > d.BlockSize-d.Offset ||
 		(d.Offset+d.Size)%smallUnit != 0 || d.BlockSize > 1<<46 {
-		return descriptor{}, fmt.Errorf("a memory descriptor of %s claims %d bytes at %d of %d: %w",
+		return Descriptor{}, fmt.Errorf("a memory descriptor of %s claims %d bytes at %d of %d: %w",
 			d.Owner, d.Size, d.Offset, d.BlockSize, cuda.ErrInvalidValue)
 	}
 	if d.WindowSize != 0 && (d.WindowSize > 1<<46 || d.At%largeUnit != 0 || d.At > d.WindowSize || d.BlockSize > d.WindowSize-d.At) {
-		return descriptor{}, fmt.Errorf("a memory descriptor of %s claims %d bytes at %d of a window of %d: %w",
+		return Descriptor{}, fmt.Errorf("a memory descriptor of %s claims %d bytes at %d of a window of %d: %w",
 			d.Owner, d.BlockSize, d.At, d.WindowSize, cuda.ErrInvalidValue)
 	}
 	return d, nil
@@ -132,7 +146,7 @@ func (s *Space) Serve(ctx context.Context, to peer.Identity, ids []uint64) (list
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return nil, 0, errors.New("its memory is paused: resume it first")
+			return nil, 0, peer.ErrPaused
 		}
 	}
 }
@@ -154,7 +168,7 @@ func (s *Space) serve(to peer.Identity, ids []uint64) ([]peer.Memory, error) {
 	for _, id := range ids {
 		b := s.blocks[id]
 		m := b.mem
-		if to.Group != s.peers.Self().Group && m.keep == "" {
+		if to.Group != s.peers.Self().Group && m.keep == "" && s.options.Region == "" {
 			m.keep = KeepGroup
 		}
 		i, known := at[m]
@@ -184,6 +198,11 @@ func (s *Space) Import(fd int) (cuda.Handle, error) {
 	if err != nil {
 		return 0, err
 	}
+	return s.importOf(d)
+}
+
+// importOf answers a handle of the memory that is described.
+func (s *Space) importOf(d Descriptor) (cuda.Handle, error) {
 	if d.Owner.ID == s.peers.Self().ID {
 		return s.importOwn(d)
 	}
@@ -204,7 +223,7 @@ func (s *Space) Import(fd int) (cuda.Handle, error) {
 
 // importOwn answers the handle of memory that another thread of this process
 // exported.
-func (s *Space) importOwn(d descriptor) (cuda.Handle, error) {
+func (s *Space) importOwn(d Descriptor) (cuda.Handle, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	b := s.blocks[d.Block]
@@ -221,7 +240,7 @@ func (s *Space) importOwn(d descriptor) (cuda.Handle, error) {
 
 // view answers a handle of a part of an imported block, fetching the block if
 // no thread has. Where another thread is about to, it answers what to wait for.
-func (s *Space) view(d descriptor) (cuda.Handle, <-chan struct{}, error) {
+func (s *Space) view(d Descriptor) (cuda.Handle, <-chan struct{}, error) {
 	key := importKey{d.Owner.ID, d.Block}
 	s.mu.Lock()
 	b := s.imports[key]
@@ -253,7 +272,7 @@ func (s *Space) view(d descriptor) (cuda.Handle, <-chan struct{}, error) {
 }
 
 // viewOf answers the handle of a part of an imported block. mu is held.
-func (s *Space) viewOf(b *block, d descriptor) *handle {
+func (s *Space) viewOf(b *block, d Descriptor) *handle {
 	h := b.handleAt(d.Offset)
 	if h != nil && h.off == d.Offset && h.size == d.Size {
 		h.refs++
@@ -266,37 +285,68 @@ func (s *Space) viewOf(b *block, d descriptor) *handle {
 }
 
 // firstView fetches, imports and maps a peer's block.
-func (s *Space) firstView(b *block, d descriptor) (cuda.Handle, error) {
+func (s *Space) firstView(b *block, d Descriptor) (id cuda.Handle, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
 	defer cancel()
-	list, generation, err := s.peers.Fetch(ctx, *b.owner, []uint64{b.id})
+	fetched := false
+	err = s.fetched(ctx, *b.owner, []uint64{b.id}, false, func(list []peer.Memory, generation uint64) error {
+		fetched = true
+		if err := s.settleView(b, d); err != nil {
+			return err
+		}
+		if err := s.attach(*b.owner, list[0], generation); err != nil {
+			return errors.Join(err, s.unsettle(b))
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if b.owner.Group != s.peers.Self().Group && s.options.Region == "" {
+			b.mem.keep = KeepGroup
+		}
+		s.addRange(addressRange{at: b.home, size: b.size, block: b})
+		id = s.viewOf(b, d).id
+		return nil
+	})
+	if err != nil && fetched {
+		s.peers.Drop(*b.owner, b.id)
+	}
 	if err != nil {
 		return 0, fmt.Errorf("import memory of %s: %w", b.owner, err)
 	}
-	defer closeAll(list)
-	s.structure.RLock()
-	defer s.structure.RUnlock()
-	if err = s.settleView(b, d); err == nil {
-		if err = s.attach(*b.owner, list[0], generation); err != nil {
-			err = errors.Join(err, s.unsettle(b))
+	return id, nil
+}
+
+// fetched calls f with an owner's memory of the blocks, as of now: what the owner
+// has taken back since it answered, it is asked for again. What is paused is waited
+// for, or if now is set, is an ErrPaused. f holds structure.
+func (s *Space) fetched(ctx context.Context, owner peer.Identity, blocks []uint64, now bool,
+	f func(list []peer.Memory, generation uint64) error) error {
+	for again := true; again; {
+		s.mu.Lock()
+		left := s.left[owner.ID]
+		s.mu.Unlock()
+		list, generation, err := s.peers.Fetch(ctx, owner, blocks, now)
+		if err != nil {
+			return err
+		}
+		s.structure.RLock()
+		s.mu.Lock()
+		again = s.left[owner.ID] != left
+		s.mu.Unlock()
+		if !again {
+			err = f(list, generation)
+		}
+		s.structure.RUnlock()
+		closeAll(list)
+		if err != nil {
+			return err
 		}
 	}
-	if err != nil {
-		s.peers.Drop(*b.owner, b.id)
-		return 0, fmt.Errorf("import memory of %s: %w", b.owner, err)
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if b.owner.Group != s.peers.Self().Group {
-		b.mem.keep = KeepGroup
-	}
-	s.addRange(addressRange{at: b.home, size: b.size, block: b})
-	return s.viewOf(b, d).id, nil
+	return nil
 }
 
 // settleView gives a peer's block its home: for a slab, where it stands in the
 // owner's window. structure is held.
-func (s *Space) settleView(b *block, d descriptor) (err error) {
+func (s *Space) settleView(b *block, d Descriptor) (err error) {
 	if d.WindowSize == 0 {
 		b.home, err = s.driver.Reserve(b.size, 0, 0, 0)
 		return err
@@ -352,9 +402,13 @@ func (s *Space) attach(owner peer.Identity, got peer.Memory, generation uint64) 
 	if len(m.blocks) == 0 {
 		return nil
 	}
-	if w := m.blocks[0].window; w != nil {
-		w.attaching.Lock()
-		defer w.attaching.Unlock()
+	attaching := m.blocks[0].attaching()
+	attaching.Lock()
+	defer attaching.Unlock()
+	if !s.stillImported(m) {
+		return nil
+	}
+	if m.blocks[0].window != nil {
 		if s.joined(m) {
 			return s.widen(m.blocks[0], m.access)
 		}
@@ -378,6 +432,15 @@ func (s *Space) attach(owner peer.Identity, got peer.Memory, generation uint64) 
 	}
 	s.mu.Unlock()
 	return s.widen(m.blocks[0], since)
+}
+
+// stillImported takes the blocks off m that have ended, and tells whether any is
+// left. attaching is held: from now on none ends.
+func (s *Space) stillImported(m *memory) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	m.blocks = slices.DeleteFunc(m.blocks, func(b *block) bool { return s.imports[importKey{b.owner.ID, b.id}] != b })
+	return len(m.blocks) > 0
 }
 
 // fits tells whether the block can stand at the offset of memory of the size:

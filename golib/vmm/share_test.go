@@ -52,12 +52,12 @@ func memfd(t testing.TB, body []byte, sealed int) int {
 	return fd
 }
 
-func goodDescriptor() descriptor {
-	return descriptor{Magic: descriptorMagic, Owner: peer.Identity{PID: 4321, Group: 7}, Block: 3, BlockSize: 2 * mib,
+func goodDescriptor() Descriptor {
+	return Descriptor{Magic: descriptorMagic, Owner: peer.Identity{PID: 4321, Group: 7}, Block: 3, BlockSize: 2 * mib,
 		Offset: 64 * kib, Size: 128 * kib, Prop: prop(1)}
 }
 
-func encode(t testing.TB, d descriptor) []byte {
+func encode(t testing.TB, d Descriptor) []byte {
 	t.Helper()
 	body, err := json.Marshal(d)
 	require.NoError(t, err)
@@ -113,16 +113,16 @@ func TestForeignFiles(t *testing.T) {
 }
 
 func TestDescriptorOutsideTheBlock(t *testing.T) {
-	for name, spoil := range map[string]func(*descriptor){
-		"no size":            func(d *descriptor) { d.Size = 0 },
-		"no block":           func(d *descriptor) { d.BlockSize = 0 },
-		"offset behind":      func(d *descriptor) { d.Offset = d.BlockSize + 64*kib },
-		"offset at the end":  func(d *descriptor) { d.Offset = d.BlockSize },
-		"one unit too large": func(d *descriptor) { d.Size = d.BlockSize },
-		"sum overflows":      func(d *descriptor) { d.Offset, d.Size = 64*kib, ^uint64(0)-64*kib+1 },
-		"offset overflows":   func(d *descriptor) { d.Offset = ^uint64(0) - 64*kib + 1 },
-		"not in units":       func(d *descriptor) { d.Size = 100 },
-		"absurd block":       func(d *descriptor) { d.BlockSize = 1 << 60 },
+	for name, spoil := range map[string]func(*Descriptor){
+		"no size":            func(d *Descriptor) { d.Size = 0 },
+		"no block":           func(d *Descriptor) { d.BlockSize = 0 },
+		"offset behind":      func(d *Descriptor) { d.Offset = d.BlockSize + 64*kib },
+		"offset at the end":  func(d *Descriptor) { d.Offset = d.BlockSize },
+		"one unit too large": func(d *Descriptor) { d.Size = d.BlockSize },
+		"sum overflows":      func(d *Descriptor) { d.Offset, d.Size = 64*kib, ^uint64(0)-64*kib+1 },
+		"offset overflows":   func(d *Descriptor) { d.Offset = ^uint64(0) - 64*kib + 1 },
+		"not in units":       func(d *Descriptor) { d.Size = 100 },
+		"absurd block":       func(d *Descriptor) { d.BlockSize = 1 << 60 },
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := goodDescriptor()
@@ -405,7 +405,7 @@ func TestImportFails(t *testing.T) {
 func TestImportRefused(t *testing.T) {
 	p := newPair(t, 0, 64*kib)
 	self := p.owner.peers.Self()
-	for name, d := range map[string]descriptor{
+	for name, d := range map[string]Descriptor{
 		"unknown block":    {Magic: descriptorMagic, Owner: self, Block: 99, BlockSize: 2 * mib, Offset: 0, Size: 64 * kib, Prop: prop(0)},
 		"unknown process":  {Magic: descriptorMagic, Owner: peer.Identity{ID: peer.ID{99}, PID: 77}, Block: 1, BlockSize: 2 * mib, Offset: 0, Size: 64 * kib, Prop: prop(0)},
 		"other block size": {Magic: descriptorMagic, Owner: self, Block: 1, BlockSize: 4 * mib, Offset: 2 * mib, Size: 64 * kib, Prop: prop(0)},
@@ -429,7 +429,7 @@ func TestImportLiesAboutSize(t *testing.T) {
 	n := nccl{Space: p.owner}
 	b := n.mustAllocate(t, 64*kib)
 	closeFD(t, exportFD(t, p.owner, b.handle))
-	fd := memfd(t, encode(t, descriptor{Magic: descriptorMagic, Owner: p.owner.peers.Self(), Block: 1, BlockSize: 8 * mib, Offset: 4 * mib, Size: 64 * kib, Prop: prop(0)}), seals)
+	fd := memfd(t, encode(t, Descriptor{Magic: descriptorMagic, Owner: p.owner.peers.Self(), Block: 1, BlockSize: 8 * mib, Offset: 4 * mib, Size: 64 * kib, Prop: prop(0)}), seals)
 	_, err := p.importer.Import(fd)
 	require.ErrorIs(t, err, cuda.ErrInvalidValue)
 	closeFD(t, fd)

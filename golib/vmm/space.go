@@ -6,6 +6,9 @@
 // NCCL's allocator's way (create, reserve, map) gets a physical allocation of
 // its own, with the driver's own semantics.
 //
+// The program's own memory is kept in the same way: each of its regions is a
+// Space of its own, which is paused and resumed by itself.
+//
 // Locks. Space.structure is held for reading while a call of NCCL's makes or
 // frees blocks, and for writing while a pause or a resume releases or restores
 // them: never while waiting for a peer, and never by the goroutines that serve
@@ -18,9 +21,11 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"amem/golib/cuda"
+	"amem/golib/offload"
 	"amem/golib/peer"
 )
 
@@ -30,7 +35,7 @@ var ErrPass = errors.New("not amem's memory")
 // Peers is what Space needs of a peer.Node.
 type Peers interface {
 	Self() peer.Identity
-	Fetch(ctx context.Context, owner peer.Identity, blocks []uint64) ([]peer.Memory, uint64, error)
+	Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, now bool) ([]peer.Memory, uint64, error)
 	Drop(owner peer.Identity, block uint64)
 	Freed(block uint64)
 	Settle(part peer.Part) (unused bool)
@@ -40,9 +45,12 @@ type Peers interface {
 
 // Options of a Space.
 type Options struct {
-	Arena       bool          // carve slabs; false: a physical allocation for each handle
-	ControlOnly bool          // keep only the control regions of shared buffers
-	Timeout     time.Duration // for a peer's memory
+	Arena       bool           // carve slabs; false: a physical allocation for each handle
+	ControlOnly bool           // keep only the control regions of shared buffers
+	Timeout     time.Duration  // for a peer's memory
+	Region      string         // its tag, if the memory is the program's own; "": NCCL's
+	Discard     bool           // keep no contents
+	Numbers     *atomic.Uint64 // of blocks, where several Spaces serve the same peers
 }
 
 // Space is the device memory that NCCL has in this process.
@@ -52,11 +60,11 @@ type Space struct {
 	options Options
 
 	structure sync.RWMutex
+	store     offload.Store // of the last pause; guarded by structure
 
 	mu         sync.Mutex
-	changed    chan struct{} // closed, and replaced, when blocks become live or end
+	changed    chan struct{} // closed, and replaced, when blocks are made, become live or end
 	nextHandle uint64
-	nextBlock  uint64
 	generation uint64 // of this process's memory: how often it was restored
 	leaving    bool   // a pause is under way
 	handles    map[cuda.Handle]*handle
@@ -68,8 +76,9 @@ type Space struct {
 	windows    map[class]*window       // that new slabs go to
 	views      map[importKey]*window   // of peers' slabs; the key's number is the window's
 	devices    map[int32]*Device
-	ended      []*block         // freed while contents were copied in: Fill discards them
-	nicSites   map[uintptr]bool // where NCCL allocated what it registered with a NIC
+	left       map[peer.ID]uint64 // how often an owner has told to let go of its memory
+	ended      []*block           // freed while contents were copied in: Fill discards them
+	nicSites   map[uintptr]bool   // where NCCL allocated what it registered with a NIC
 }
 
 type importKey struct {
@@ -91,6 +100,7 @@ type Device struct {
 	UUID     [16]byte
 	Context  cuda.Context // NCCL's, as of its first allocation
 	node     int          // the host's memory node next to it; -1: none
+	rdma     bool         // a NIC can reach its memory
 	stream   cuda.Stream  // for copies; made when first needed
 	events   []cuda.Event // for copies; made when first needed
 	clearing cuda.Stream  // for clearing what is to be used again; made when first needed
@@ -98,10 +108,13 @@ type Device struct {
 
 // New makes an empty Space. SetPeers must follow before its first use.
 func New(driver *cuda.Driver, options Options) *Space {
+	if options.Numbers == nil {
+		options.Numbers = &atomic.Uint64{}
+	}
 	return &Space{
 		driver: driver, options: options, changed: make(chan struct{}),
 		handles: map[cuda.Handle]*handle{}, blocks: map[uint64]*block{}, imports: map[importKey]*block{},
-		windows: map[class]*window{}, views: map[importKey]*window{},
+		windows: map[class]*window{}, views: map[importKey]*window{}, left: map[peer.ID]uint64{},
 		slabs: map[class][]*block{}, growing: map[class]chan struct{}{}, devices: map[int32]*Device{}, nicSites: map[uintptr]bool{},
 	}
 }
@@ -185,11 +198,11 @@ func (s *Space) device(ordinal int32) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	node := s.driver.NUMANode(ordinal)
+	d = &Device{Ordinal: ordinal, UUID: uuid, Context: ctx, node: s.driver.NUMANode(ordinal), rdma: s.driver.RDMA(ordinal)}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.devices[ordinal] == nil {
-		s.devices[ordinal] = &Device{Ordinal: ordinal, UUID: uuid, Context: ctx, node: node}
+		s.devices[ordinal] = d
 	}
 	return s.devices[ordinal], nil
 }
@@ -226,9 +239,9 @@ func (s *Space) newBlock(c class, size uint64, slab bool, h *handle) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.nextBlock++
-	b.id = s.nextBlock
+	b.id = s.options.Numbers.Add(1)
 	s.blocks[b.id] = b
+	s.broadcast()
 	if slab {
 		s.slabs[c] = append(s.slabs[c], b)
 		h.off, _ = b.carve(roundUp(h.size, c.unit()))

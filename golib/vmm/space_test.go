@@ -48,7 +48,7 @@ type port struct {
 
 func (p port) Self() peer.Identity { return p.self }
 
-func (p port) Fetch(ctx context.Context, owner peer.Identity, blocks []uint64) ([]peer.Memory, uint64, error) {
+func (p port) Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, _ bool) ([]peer.Memory, uint64, error) {
 	p.mu.Lock()
 	space := p.spaces[owner.ID]
 	p.mu.Unlock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import amem
-from amem._cuda import Device, Graph
+from amem import _library
+from amem._cuda import Device, Driver, Graph
 from amem._nccl import Communicator
 from amem._pattern import ITEM, mismatches, pattern
 from amem._rank import Rank, serve
@@ -25,6 +27,10 @@ class Allocation:
     size: int
     content: bytes
     nccl: bool
+
+
+def random_bytes(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
 
 
 @dataclass
@@ -51,6 +57,22 @@ class Window:
     handle: ctypes.c_void_p
 
 
+ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+DEALLOCATE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+
+
+@dataclass
+class Tensor:
+    """Memory of a region, this process's own or another's."""
+
+    pointer: int
+    size: int
+    functions: _library.RegionFunctions | None
+
+
+BACKUPS = {"none": 0, "cpu": 1, "disk": 2}
+
+
 class Agent(Rank):
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +85,128 @@ class Agent(Rank):
         self.local: list[tuple[Communicator, Device]] = []
         self.windows: list[Window] = []
         self.adding = threading.Lock()
+        self.tensors: dict[int, Tensor] = {}
 
     def add(self, communicator: Communicator) -> int:
         with self.adding:
             return super().add(communicator)
+
+    def library(self) -> ctypes.CDLL:
+        return _library.load()
+
+    def torch(self) -> ctypes.CDLL:
+        """The stand-in for PyTorch's library."""
+        library = ctypes.CDLL(os.path.join(_library.simulator_folder(), "libc10_cuda.so"))
+        library.c10_error.restype = ctypes.c_char_p
+        return library
+
+    def refused(self, status: int) -> None:
+        """Raises what PyTorch would raise for this cudaError_t."""
+        if status:
+            raise RuntimeError(f"{status}: {self.torch().c10_error(status).decode()}")
+
+    def functions(self, tag: str, backup: str) -> _library.RegionFunctions:
+        found = _library.RegionFunctions()
+        library = self.library()
+        _library.check(library, "amem_region", library.amem_region(tag.encode(), BACKUPS[backup], ctypes.byref(found)))
+        return found
+
+    def allocate(self, tag: str, size: int, seed: int, backup: str = "cpu") -> int:
+        """Allocates in a region as PyTorch's allocator would, and answers the tensor's number."""
+        functions = self.functions(tag, backup)
+        pointer = ALLOCATE(functions.allocate)(size, self.device.ordinal, None)
+        if pointer is None:
+            raise MemoryError(self.library().amem_last_error().decode())
+        return self.add_tensor(Tensor(pointer, size, functions), seed)
+
+    def add_tensor(self, tensor: Tensor, seed: int | None = None) -> int:
+        number = max(self.tensors, default=-1) + 1
+        self.tensors[number] = tensor
+        if seed is not None:
+            self.write(number, seed)
+        return number
+
+    def write(self, tensor: int, seed: int) -> None:
+        at = self.tensors[tensor]
+        self.device.write(at.pointer, random_bytes(seed, at.size))
+
+    def holds(self, tensor: int, seed: int) -> bool:
+        at = self.tensors[tensor]
+        return self.device.read(at.pointer, at.size) == random_bytes(seed, at.size)
+
+    def deallocate(self, tensor: int) -> None:
+        gone = self.tensors.pop(tensor)
+        assert gone.functions is not None
+        DEALLOCATE(gone.functions.deallocate)(gone.pointer, gone.size, self.device.ordinal, None)
+
+    def pointer(self, tensor: int) -> int:
+        return self.tensors[tensor].pointer
+
+    def share(self, tensor: int) -> str:
+        """A handle of the tensor, for another process."""
+        handle = ctypes.create_string_buffer(64)
+        self.refused(self.torch().c10_share(handle, ctypes.c_void_p(self.tensors[tensor].pointer)))
+        return handle.raw.hex()
+
+    def open(self, handle: str, size: int) -> int:
+        pointer = ctypes.c_void_p()
+        self.refused(self.torch().c10_open(ctypes.byref(pointer), bytes.fromhex(handle)))
+        assert pointer.value
+        return self.add_tensor(Tensor(pointer.value, size, None))
+
+    def close(self, tensor: int) -> None:
+        self.refused(self.torch().c10_close(ctypes.c_void_p(self.tensors.pop(tensor).pointer)))
+
+    def share_plain(self) -> bool:
+        """Whether memory that is not a region's is shared as ever."""
+        pointer, handle, opened = self.device.alloc(4096), ctypes.create_string_buffer(64), ctypes.c_void_p()
+        self.refused(self.torch().c10_share(handle, ctypes.c_void_p(pointer)))
+        self.refused(self.torch().c10_open(ctypes.byref(opened), handle))
+        self.refused(self.torch().c10_close(opened))
+        self.device.free(pointer)
+        return opened.value == pointer
+
+    def copy(self, to: int, source: int, how: int = 0) -> None:
+        """Copies a tensor to another, by each of the runtime's functions."""
+        a, b = self.tensors[to], self.tensors[source]
+        pointers = ctypes.c_void_p(a.pointer), ctypes.c_void_p(b.pointer)
+        self.refused(self.torch().c10_copy(*pointers, ctypes.c_size_t(b.size), how))
+
+    def clear(self, tensor: int, how: int = 0) -> None:
+        a = self.tensors[tensor]
+        self.refused(self.torch().c10_clear(ctypes.c_void_p(a.pointer), ctypes.c_size_t(a.size), how))
+
+    def backup(self, tensor: int, seed: int, offset: int = 0, by_pointer: bool = False) -> bool:
+        """Whether the backup of a paused tensor, from an offset on, is right."""
+        at, library = self.tensors[tensor], self.library()
+        pointer, size = ctypes.c_void_p(at.pointer + offset), ctypes.c_size_t(at.size - offset)
+        if by_pointer:
+            found = ctypes.c_void_p()
+            status = library.amem_backup_pointer(pointer, size, ctypes.byref(found))
+            _library.check(library, "amem_backup_pointer", status)
+            assert found.value
+            content = ctypes.string_at(found.value, size.value)
+        else:
+            buffer = ctypes.create_string_buffer(size.value)
+            status = library.amem_read_backup(pointer, size, buffer)
+            _library.check(library, "amem_read_backup", status)
+            content = buffer.raw
+        return content == random_bytes(seed, at.size)[offset:]
+
+    def disk_directory(self, path: str) -> None:
+        library = self.library()
+        _library.check(library, "amem_set_disk_directory", library.amem_set_disk_directory(path.encode()))
+
+    def tag_state(self, tag: str) -> int:
+        return int(self.library().amem_tag_state(tag.encode()))
+
+    def memory_state(self, tensor: int) -> int:
+        return int(self.library().amem_memory_state(ctypes.c_void_p(self.tensors[tensor].pointer)))
+
+    def start_without_nccl(self, device: int) -> int:
+        """Takes the device, enables nothing and loads no NCCL."""
+        self.device = Device(Driver(os.path.join(_library.simulator_folder(), "libcuda.so.1")), device)
+        return os.getpid()
 
     def split(self, comm: int, color: int, rank: int, size: int) -> int | None:
         """The number of the new communicator; color -1 takes part and gets none."""

@@ -99,13 +99,6 @@ class CallLog:
         action(*arguments)
         return [name for name, _ in self.take()]
 
-    def of_step(self, rank: Any, action: Callable[..., object], *arguments: object) -> list[str]:
-        """Those of the rank's pause or resume, but for what amem calls when it has succeeded, to tell the figures."""
-        figures = self.of(rank.call, "stats")
-        calls = self.of(action, *arguments)
-        assert calls[-len(figures) :] == figures
-        return calls[: -len(figures)]
-
 
 def places(calls: Sequence[str], *, middle: bool = False) -> list[tuple[str, int]]:
     """The first and the last call of each function, and one between them."""

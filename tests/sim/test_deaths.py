@@ -159,7 +159,7 @@ def calls(stay: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Calls:
     made: Calls = {}
     with guest(stay, AMEM_SIM_LOG=log.path) as trio:
         for command, state in (("pause", "PAUSED"), ("resume", "ACTIVE")):
-            made[command] = log.of_step(trio.guest, trio.call, command)
+            made[command] = log.of(trio.call, command)
             assert trio.call("state") == [state] * 3
         for process in trio.processes:
             process.call("destroy", comm=process.comm)

@@ -398,7 +398,7 @@ def test_host_memory_is_got_ahead_and_given_back_on_request() -> None:
         assert min(before) > 0
         group.all("pause")
         assert group.all("eval", expression=pins) == before, "the first pause pins nothing"
-        assert "resume first" in failure(lambda: group.all("eval", expression=FREE), "InvalidStateError")
+        assert "resume it first" in failure(lambda: group.all("eval", expression=FREE), "InvalidStateError")
         group.all("resume")
         held = group.all("eval", expression=RESIDENT)
         group.all("eval", expression=FREE)

@@ -13,6 +13,7 @@ package main
 #include "../../hook/core.h"
 
 static inline void amem_set_guard(int *guard, int value) { __atomic_store_n(guard, value, __ATOMIC_SEQ_CST); }
+static inline void amem_add(int *count, int more) { __atomic_add_fetch(count, more, __ATOMIC_SEQ_CST); }
 static inline int amem_launches(const int *launches) { return __atomic_load_n(launches, __ATOMIC_SEQ_CST); }
 */
 import "C"
@@ -52,18 +53,24 @@ func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 	runtime.GOMAXPROCS(min(4, runtime.NumCPU()))
 	driver, err := cuda.Open("libcuda.so.1")
 	if err != nil {
-		writeText(text, err)
+		writeText(text, err.Error())
 		return C.AMEM_ERROR_NO_DRIVER
 	}
 	timeout := time.Duration(float64(config.timeout_seconds) * float64(time.Second))
-	guard, launches := host.guard, host.launches
+	guard, launches, paused := host.guard, host.launches, host.paused_regions
+	folder := "/var/tmp" // /tmp may be host memory
+	if config.disk_directory != nil {
+		folder = C.GoString(config.disk_directory)
+	}
 	s, err := session.New(driver, session.Options{
 		Group:    int(config.group),
 		Timeout:  timeout,
 		Space:    vmm.Options{Arena: config.arena != 0, ControlOnly: config.control_only != 0, Timeout: timeout},
 		SetGuard: func(g session.Guard) { C.amem_set_guard(guard, C.int(g)) },
 		Launches: func() int { return int(C.amem_launches(launches)) },
+		Paused:   func(more int) { C.amem_add(paused, C.int(more)) },
 		Prealloc: config.host_prealloc != 0,
+		Folder:   folder,
 	})
 	if err != nil {
 		return controlError(err, text)
@@ -132,6 +139,13 @@ func amemRelease(handle C.CUmemGenericAllocationHandle) (r C.CUresult) {
 //export amemRetain
 func amemRetain(handle *C.CUmemGenericAllocationHandle, addr C.CUdeviceptr) (r C.CUresult) {
 	defer func() { r = guardCall(recover(), "cuMemRetainAllocationHandle", r) }()
+	if _, region := current.MemoryState(cuda.Ptr(addr)); region {
+		// NCCL registers a buffer of the program's. What it mapped by itself would
+		// keep the memory during a pause, and be another than the program's after the
+		// resume: it does without.
+		slog.Debug("NCCL may not register a region's memory", "at", uint64(addr))
+		return C.CUDA_ERROR_NOT_SUPPORTED
+	}
 	h, err := current.Space().Retain(cuda.Ptr(addr))
 	if err == nil {
 		*handle = C.CUmemGenericAllocationHandle(h)
@@ -231,23 +245,44 @@ func amemKeep(ptr C.CUdeviceptr, _ C.size_t, why C.int) {
 	if why == C.AMEM_KEEP_MULTICAST {
 		reason = vmm.KeepMulticast
 	}
-	current.Space().Keep(cuda.Ptr(ptr), reason)
+	current.Keep(cuda.Ptr(ptr), reason)
 }
 
 //export amemPause
 func amemPause(tags, text *C.char) (status C.int) {
 	defer func() { status = guardControl(recover(), status, text) }()
-	return controlError(current.Pause(C.GoString(tags)), text)
+	done, err := current.Pause(C.GoString(tags))
+	return report(done, err, text)
 }
 
 //export amemResume
 func amemResume(tags, text *C.char) (status C.int) {
 	defer func() { status = guardControl(recover(), status, text) }()
-	return controlError(current.Resume(C.GoString(tags)), text)
+	done, err := current.Resume(C.GoString(tags))
+	return report(done, err, text)
+}
+
+// report writes what a pause or a resume did, or why it failed.
+func report(done session.Transition, err error, text *C.char) C.int {
+	if err != nil {
+		return controlError(err, text)
+	}
+	body, err := json.Marshal(done)
+	if err != nil {
+		return controlError(err, text)
+	}
+	writeText(text, string(body))
+	return C.AMEM_OK
 }
 
 //export amemState
-func amemState() C.int { return C.int(current.State()) }
+func amemState(tag *C.char) C.int {
+	state, known := current.TagState(C.GoString(tag))
+	if !known {
+		return C.AMEM_STATE_OFF
+	}
+	return C.int(state)
+}
 
 //export amemStats
 func amemStats() (text *C.char) {
@@ -279,15 +314,106 @@ func amemSetGroup(group C.int, text *C.char) (status C.int) {
 //export amemGetGroup
 func amemGetGroup() C.int { return C.int(current.Group()) }
 
+//export amemRegion
+func amemRegion(tag *C.char, backup C.int, number *C.int, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	_, n, err := current.Region(C.GoString(tag), session.Backup(backup))
+	*number = C.int(n)
+	return controlError(err, text)
+}
+
+//export amemAllocate
+func amemAllocate(region C.int, size C.size_t, device C.int, ptr *C.CUdeviceptr, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	p, err := current.Allocate(int(region), uint64(size), int32(device))
+	*ptr = C.CUdeviceptr(p)
+	return controlError(err, text)
+}
+
+//export amemDeallocate
+func amemDeallocate(region C.int, ptr C.CUdeviceptr, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	return controlError(current.Free(int(region), cuda.Ptr(ptr)), text)
+}
+
+//export amemMemoryState
+func amemMemoryState(ptr C.CUdeviceptr) C.int {
+	state, known := current.MemoryState(cuda.Ptr(ptr))
+	if !known {
+		return C.AMEM_STATE_OFF
+	}
+	return C.int(state)
+}
+
+//export amemReadBackup
+func amemReadBackup(ptr C.CUdeviceptr, size C.size_t, to unsafe.Pointer, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	return controlError(current.ReadBackup(cuda.Ptr(ptr), unsafe.Slice((*byte)(to), int(size))), text)
+}
+
+//export amemFindBackup
+func amemFindBackup(ptr C.CUdeviceptr, size C.size_t, backup *unsafe.Pointer, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	found, err := current.FindBackup(cuda.Ptr(ptr), uint64(size))
+	if err == nil {
+		*backup = unsafe.Pointer(unsafe.SliceData(found)) // the arena's, not Go's
+	}
+	return controlError(err, text)
+}
+
+//export amemSetDiskFolder
+func amemSetDiskFolder(path, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	return controlError(current.SetDiskFolder(C.GoString(path)), text)
+}
+
+// handle is a cudaIpcMemHandle_t.
+type handle = [session.HandleSize]byte
+
+// shared answers the status of a call about a handle, AMEM_PASS where it is not
+// amem's.
+func shared(known bool, err error, text *C.char) C.int {
+	if !known && err == nil {
+		return C.AMEM_PASS
+	}
+	return controlError(err, text)
+}
+
+//export amemIPCGet
+func amemIPCGet(to unsafe.Pointer, ptr C.CUdeviceptr, enabled C.int, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	h, known, err := current.ShareHandle(cuda.Ptr(ptr), enabled != 0)
+	if known && err == nil {
+		*(*handle)(to) = h
+	}
+	return shared(known, err, text)
+}
+
+//export amemIPCOpen
+func amemIPCOpen(ptr *C.CUdeviceptr, from unsafe.Pointer, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	p, known, err := current.OpenHandle(*(*handle)(from))
+	*ptr = C.CUdeviceptr(p)
+	return shared(known, err, text)
+}
+
+//export amemIPCClose
+func amemIPCClose(ptr C.CUdeviceptr, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	known, err := current.CloseHandle(cuda.Ptr(ptr))
+	return shared(known, err, text)
+}
+
 // controlError makes an amem_status of an error, and writes its text.
 func controlError(err error, text *C.char) C.int {
 	if err == nil {
 		return C.AMEM_OK
 	}
-	writeText(text, err)
+	writeText(text, err.Error())
 	var timeout *peer.TimeoutError
 	var oom *vmm.OutOfMemoryError
 	var host *offload.HostMemoryError
+	var disk *offload.DiskError
 	var call *cuda.CallError
 	switch {
 	case errors.Is(err, session.ErrArgument):
@@ -300,7 +426,7 @@ func controlError(err error, text *C.char) C.int {
 		return C.AMEM_ERROR_NO_DRIVER
 	case errors.As(err, &oom):
 		return C.AMEM_ERROR_OUT_OF_MEMORY
-	case errors.As(err, &host):
+	case errors.As(err, &host), errors.As(err, &disk):
 		return C.AMEM_ERROR_HOST_MEMORY
 	case errors.As(err, &timeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded):
 		return C.AMEM_ERROR_TIMEOUT
@@ -317,13 +443,13 @@ func guardControl(r any, status C.int, text *C.char) C.int {
 		return status
 	}
 	slog.Error("control", "panic", r, "stack", string(debug.Stack()))
-	writeText(text, fmt.Errorf("internal error: %v", r))
+	writeText(text, fmt.Sprintf("internal error: %v", r))
 	return C.AMEM_ERROR_INTERNAL
 }
 
-// writeText writes the error to a buffer of AMEM_ERROR_TEXT bytes.
-func writeText(text *C.char, err error) {
+// writeText writes to a buffer of AMEM_ERROR_TEXT bytes.
+func writeText(text *C.char, what string) {
 	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), C.AMEM_ERROR_TEXT)
-	n := copy(to[:len(to)-1], err.Error())
+	n := copy(to[:len(to)-1], what)
 	to[n] = 0
 }

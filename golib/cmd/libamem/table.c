@@ -35,10 +35,20 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->keep = amemKeep;
     core->pause = (void *)amemPause;
     core->resume = (void *)amemResume;
-    core->state = amemState;
+    core->state = (void *)amemState;
     core->stats = amemStats;
     core->free_host = amemFreeHost;
     core->set_group = amemSetGroup;
     core->get_group = amemGetGroup;
+    core->region = (void *)amemRegion;
+    core->allocate = amemAllocate;
+    core->deallocate = amemDeallocate;
+    core->memory_state = amemMemoryState;
+    core->read_backup = amemReadBackup;
+    core->find_backup = (void *)amemFindBackup;
+    core->set_disk_directory = (void *)amemSetDiskFolder;
+    core->ipc_get = amemIPCGet;
+    core->ipc_open = (void *)amemIPCOpen;
+    core->ipc_close = amemIPCClose;
     return AMEM_OK;
 }

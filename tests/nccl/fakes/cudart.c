@@ -1,6 +1,7 @@
 /*
  * A stand-in for libcudart.so: the two functions by which a library that links
- * the CUDA runtime dynamically finds the driver's functions.
+ * the CUDA runtime dynamically finds the driver's functions, and those that
+ * PyTorch shares and copies memory with.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -40,3 +41,82 @@ int cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsign
 int cudaGetDriverEntryPoint(const char *symbol, void **function, unsigned long long flags, int *status) {
     return cudaGetDriverEntryPointByVersion(symbol, function, 13000, flags, status);
 }
+
+/* cudaError_t, which these answer. */
+enum { SUCCESS = 0, INVALID_VALUE = 1 };
+
+typedef struct {
+    char bytes[64];
+} ipc_handle;
+
+API int cudaIpcGetMemHandle(ipc_handle *handle, void *ptr);
+API int cudaIpcOpenMemHandle(void **ptr, ipc_handle handle, unsigned flags);
+API int cudaIpcCloseMemHandle(void *ptr);
+API int cudaMemcpy(void *to, const void *from, size_t size, int kind);
+API int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream);
+API int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size, void *stream);
+API int cudaMemset(void *to, int value, size_t size);
+API int cudaMemsetAsync(void *to, int value, size_t size, void *stream);
+API const char *cudaGetErrorString(int error);
+
+static void *driver_function(const char *name) {
+    void *function = NULL;
+    int status = 0;
+    return cudaGetDriverEntryPoint(name, &function, 0, &status) ? NULL : function;
+}
+
+/* As the real one, it refuses memory that is not cudaMalloc's. */
+int cudaIpcGetMemHandle(ipc_handle *handle, void *ptr) {
+    CUresult (*retain)(CUmemGenericAllocationHandle *, void *);
+    CUresult (*release)(CUmemGenericAllocationHandle);
+    void *functions[2] = {driver_function("cuMemRetainAllocationHandle"), driver_function("cuMemRelease")};
+    memcpy(&retain, &functions[0], sizeof retain);
+    memcpy(&release, &functions[1], sizeof release);
+    CUmemGenericAllocationHandle physical;
+    if (!retain(&physical, ptr)) {
+        release(physical);
+        return INVALID_VALUE;
+    }
+    memset(handle, 0, sizeof *handle);
+    memcpy(handle, "cudart", sizeof "cudart");
+    memcpy(handle->bytes + 8, &ptr, sizeof ptr);
+    return SUCCESS;
+}
+
+int cudaIpcOpenMemHandle(void **ptr, ipc_handle handle, unsigned flags) {
+    (void)flags;
+    if (memcmp(handle.bytes, "cudart", sizeof "cudart")) return INVALID_VALUE;
+    memcpy(ptr, handle.bytes + 8, sizeof *ptr);
+    return SUCCESS;
+}
+
+int cudaIpcCloseMemHandle(void *ptr) { return ptr ? SUCCESS : INVALID_VALUE; }
+
+/* Memory of the simulated device is at its own address in this process. */
+int cudaMemcpy(void *to, const void *from, size_t size, int kind) {
+    (void)kind;
+    memmove(to, from, size);
+    return SUCCESS;
+}
+
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
+    (void)stream;
+    return cudaMemcpy(to, from, size, kind);
+}
+
+int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size, void *stream) {
+    (void)to_device, (void)from_device, (void)stream;
+    return cudaMemcpy(to, from, size, 0);
+}
+
+int cudaMemset(void *to, int value, size_t size) {
+    memset(to, value, size);
+    return SUCCESS;
+}
+
+int cudaMemsetAsync(void *to, int value, size_t size, void *stream) {
+    (void)stream;
+    return cudaMemset(to, value, size);
+}
+
+const char *cudaGetErrorString(int error) { return error ? "the runtime's own text" : "no error"; }

@@ -1,0 +1,117 @@
+/*
+ * Regions: the program's own memory. The functions that an allocator is given
+ * know their region by themselves, so that what they allocate has its tag
+ * whichever thread calls them. Any thread may call what is here.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "hook.h"
+
+#define PUBLIC __attribute__((visibility("default")))
+
+static void *allocate(int region, ssize_t size, int device) {
+    char text[AMEM_ERROR_TEXT] = "";
+    CUdeviceptr ptr = 0;
+    const struct amem_core *core = core_loaded();
+    int status = AMEM_ERROR_FORKED;
+    if (core)
+        status = core->allocate(region, (size_t)size, device, &ptr, text);
+    else
+        strcpy(text, "CUDA does not work in a process that was forked from one that uses it");
+    if (status == AMEM_OK) return (void *)(uintptr_t)ptr;
+    api_fail((amem_status)status, text);
+    log_line(LOG_WARN, "%s", text);
+    return NULL;
+}
+
+/* Nobody hears of a failure but by the log. */
+static void deallocate(int region, void *ptr) {
+    char text[AMEM_ERROR_TEXT] = "";
+    const struct amem_core *core = core_loaded();
+    if (core && ptr && core->deallocate(region, (CUdeviceptr)(uintptr_t)ptr, text) != AMEM_OK) log_line(LOG_ERROR, "%s", text);
+}
+
+/* AMEM_REGIONS pairs of functions. */
+#define PAIR(n)                                                                              \
+    static void *allocate_##n(ssize_t size, int device, void *stream) {                      \
+        (void)stream;                                                                        \
+        return allocate(0##n, size, device);                                                 \
+    }                                                                                        \
+    static void deallocate_##n(void *ptr, ssize_t size, int device, void *stream) {          \
+        (void)size, (void)device, (void)stream;                                              \
+        deallocate(0##n, ptr);                                                               \
+    }
+/* X of each octal number from 000 to 177. */
+#define EACH_OF_8(X, a) X(a##0) X(a##1) X(a##2) X(a##3) X(a##4) X(a##5) X(a##6) X(a##7)
+#define EACH_OF_64(X, a)                                                                      \
+    EACH_OF_8(X, a##0) EACH_OF_8(X, a##1) EACH_OF_8(X, a##2) EACH_OF_8(X, a##3)               \
+    EACH_OF_8(X, a##4) EACH_OF_8(X, a##5) EACH_OF_8(X, a##6) EACH_OF_8(X, a##7)
+#define EACH_REGION(X) EACH_OF_64(X, 0) EACH_OF_64(X, 1)
+
+EACH_REGION(PAIR)
+
+static const amem_region_t functions[] = {
+#define ENTRY(n) {allocate_##n, deallocate_##n},
+    EACH_REGION(ENTRY)
+};
+_Static_assert(sizeof functions / sizeof *functions == AMEM_REGIONS, "a pair of functions for each region");
+
+/* The core, for a region: it needs neither NCCL nor amem_enable. NULL on failure. */
+static const struct amem_core *region_core(amem_status *status) {
+    char text[AMEM_ERROR_TEXT] = "";
+    if ((*status = api_configure()) != AMEM_OK) return NULL;
+    const struct amem_core *core = core_load();
+    if (core) return core;
+    if ((*status = core_failure(text)) == AMEM_OK) {
+        *status = AMEM_ERROR_FORKED;
+        strcpy(text, "this process was forked from one that uses CUDA, which does not work in it: use the start method spawn");
+    }
+    api_fail(*status, text);
+    return NULL;
+}
+
+PUBLIC amem_status amem_region(const char *tag, amem_backup_t backup, amem_region_t *region) {
+    amem_status status;
+    int number;
+    char text[AMEM_ERROR_TEXT] = "";
+    const struct amem_core *core = region_core(&status);
+    if (!core) return status;
+    if (!tag || !region) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_region: no tag, or no place for the answer");
+    status = (amem_status)core->region(tag, (int)backup, &number, text);
+    if (status != AMEM_OK) return api_fail(status, text);
+    *region = functions[number];
+    watch_runtime();
+    return AMEM_OK;
+}
+
+PUBLIC amem_status amem_set_disk_directory(const char *path) {
+    amem_status status;
+    char text[AMEM_ERROR_TEXT] = "";
+    const struct amem_core *core = region_core(&status);
+    if (!core) return status;
+    if (!path) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_set_disk_directory: no path");
+    status = (amem_status)core->set_disk_directory(path, text);
+    return status == AMEM_OK ? AMEM_OK : api_fail(status, text);
+}
+
+PUBLIC amem_state_t amem_memory_state(const void *ptr) {
+    const struct amem_core *core = core_loaded();
+    return core ? (amem_state_t)core->memory_state((CUdeviceptr)(uintptr_t)ptr) : AMEM_STATE_OFF;
+}
+
+PUBLIC amem_status amem_read_backup(const void *ptr, size_t size, void *to) {
+    char text[AMEM_ERROR_TEXT] = "";
+    const struct amem_core *core = core_loaded();
+    if (!core || !to) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "no region in this process, or no buffer");
+    amem_status status = (amem_status)core->read_backup((CUdeviceptr)(uintptr_t)ptr, size, to, text);
+    return status == AMEM_OK ? AMEM_OK : api_fail(status, text);
+}
+
+PUBLIC amem_status amem_backup_pointer(const void *ptr, size_t size, const void **backup) {
+    char text[AMEM_ERROR_TEXT] = "";
+    const struct amem_core *core = core_loaded();
+    if (!core || !backup) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "no region in this process, or no place for the answer");
+    amem_status status = (amem_status)core->find_backup((CUdeviceptr)(uintptr_t)ptr, size, backup, text);
+    return status == AMEM_OK ? AMEM_OK : api_fail(status, text);
+}

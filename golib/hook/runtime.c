@@ -1,0 +1,171 @@
+/*
+ * The CUDA runtime's functions as PyTorch's libraries call them, for the memory
+ * of regions: CUDA's IPC, which the driver refuses for memory that is not
+ * cudaMalloc's, and copies, which would end the context on paused memory. All
+ * other memory goes to the runtime as it is. Any thread.
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+#include "hook.h"
+
+int runtime_paused_regions;
+
+/* cudaError_t */
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    MEMORY_ALLOCATION = 2,
+    ILLEGAL_STATE = 401,
+    NOT_SUPPORTED = 801,
+    UNKNOWN = 999
+};
+
+typedef struct {
+    char bytes[AMEM_IPC_HANDLE];
+} ipc_handle;
+
+static struct {
+    int (*IpcGetMemHandle)(ipc_handle *, void *);
+    int (*IpcOpenMemHandle)(void **, ipc_handle, unsigned int);
+    int (*IpcCloseMemHandle)(void *);
+    int (*Memcpy)(void *, const void *, size_t, int);
+    int (*MemcpyAsync)(void *, const void *, size_t, int, void *);
+    int (*MemcpyPeerAsync)(void *, int, const void *, int, size_t, void *);
+    int (*Memset)(void *, int, size_t);
+    int (*MemsetAsync)(void *, int, size_t, void *);
+    const char *(*GetErrorString)(int);
+} real;
+
+/* The last error of this thread that was amem's own, and why. */
+static __thread int refusal;
+static __thread char refusal_text[AMEM_ERROR_TEXT];
+
+static int refuse(int error, const char *text) {
+    refusal = error;
+    snprintf(refusal_text, sizeof refusal_text, "amem: %s", text);
+    log_line(LOG_ERROR, "%s", text);
+    return error;
+}
+
+static int refuse_status(int status, const char *text) {
+    switch (status) {
+    case AMEM_ERROR_INVALID_STATE: return refuse(ILLEGAL_STATE, text);
+    case AMEM_ERROR_OUT_OF_MEMORY: return refuse(MEMORY_ALLOCATION, text);
+    case AMEM_ERROR_INVALID_ARGUMENT: return refuse(INVALID_VALUE, text);
+    case AMEM_ERROR_PEER: return refuse(NOT_SUPPORTED, text);
+    default: return refuse(UNKNOWN, text);
+    }
+}
+
+/* PyTorch puts this text into the error that it raises. */
+static const char *get_error_string(int error) {
+    if (!refusal || error != refusal) return real.GetErrorString(error);
+    refusal = 0;
+    return refusal_text;
+}
+
+static CUdeviceptr at(const void *ptr) { return (CUdeviceptr)(uintptr_t)ptr; }
+
+static bool children_have_amem(void) {
+    const char *wish = getenv("AMEM_ENABLE");
+    return wish && (!strcmp(wish, "1") || !strcasecmp(wish, "true") || !strcasecmp(wish, "on"));
+}
+
+static int ipc_get_mem_handle(ipc_handle *handle, void *ptr) {
+    char text[AMEM_ERROR_TEXT] = "";
+    const struct amem_core *core = core_loaded();
+    int status = core && handle ? core->ipc_get(handle, at(ptr), children_have_amem(), text) : AMEM_PASS;
+    if (status == AMEM_PASS) return real.IpcGetMemHandle(handle, ptr);
+    return status == AMEM_OK ? SUCCESS : refuse_status(status, text);
+}
+
+static int ipc_open_mem_handle(void **ptr, ipc_handle handle, unsigned int flags) {
+    if (!ptr || memcmp(handle.bytes, AMEM_IPC_MAGIC, strlen(AMEM_IPC_MAGIC)))
+        return real.IpcOpenMemHandle(ptr, handle, flags);
+    char text[AMEM_ERROR_TEXT] = "";
+    CUdeviceptr opened;
+    amem_status status = api_configure();
+    const struct amem_core *core = status == AMEM_OK ? core_load() : NULL;
+    if (!core) return refuse(UNKNOWN, status == AMEM_OK ? "the core can't be loaded" : amem_last_error());
+    status = (amem_status)core->ipc_open(&opened, &handle, text);
+    if (status != AMEM_OK) return refuse_status(status, text);
+    *ptr = (void *)(uintptr_t)opened;
+    return SUCCESS;
+}
+
+static int ipc_close_mem_handle(void *ptr) {
+    char text[AMEM_ERROR_TEXT] = "";
+    const struct amem_core *core = core_loaded();
+    int status = core ? core->ipc_close(at(ptr), text) : AMEM_PASS;
+    if (status == AMEM_PASS) return real.IpcCloseMemHandle(ptr);
+    return status == AMEM_OK ? SUCCESS : refuse_status(status, text);
+}
+
+/* Whether it is a region's memory that is paused: the driver's fault would end the context. */
+static bool paused(const void *ptr) {
+    if (!__atomic_load_n(&runtime_paused_regions, __ATOMIC_ACQUIRE)) return false;
+    const struct amem_core *core = core_loaded();
+    return core && core->memory_state(at(ptr)) == AMEM_STATE_PAUSED;
+}
+
+static const char used_paused[] = "a copy from or to memory that is paused was refused: resume its tag first";
+
+static int memcpy_(void *to, const void *from, size_t size, int kind) {
+    if (paused(to) || paused(from)) return refuse(ILLEGAL_STATE, used_paused);
+    return real.Memcpy(to, from, size, kind);
+}
+
+static int memcpy_async(void *to, const void *from, size_t size, int kind, void *stream) {
+    if (paused(to) || paused(from)) return refuse(ILLEGAL_STATE, used_paused);
+    return real.MemcpyAsync(to, from, size, kind, stream);
+}
+
+static int memcpy_peer_async(void *to, int to_device, const void *from, int from_device, size_t size, void *stream) {
+    if (paused(to) || paused(from)) return refuse(ILLEGAL_STATE, used_paused);
+    return real.MemcpyPeerAsync(to, to_device, from, from_device, size, stream);
+}
+
+static int memset_(void *to, int value, size_t size) {
+    if (paused(to)) return refuse(ILLEGAL_STATE, used_paused);
+    return real.Memset(to, value, size);
+}
+
+static int memset_async(void *to, int value, size_t size, void *stream) {
+    if (paused(to)) return refuse(ILLEGAL_STATE, used_paused);
+    return real.MemsetAsync(to, value, size, stream);
+}
+
+static const struct {
+    const char *name;
+    void *wrapper;
+    void *real; /* where the real function is stored */
+} wrappers[] = {
+    {"cudaGetErrorString", get_error_string, &real.GetErrorString},
+    {"cudaIpcGetMemHandle", ipc_get_mem_handle, &real.IpcGetMemHandle},
+    {"cudaIpcOpenMemHandle", ipc_open_mem_handle, &real.IpcOpenMemHandle},
+    {"cudaIpcCloseMemHandle", ipc_close_mem_handle, &real.IpcCloseMemHandle},
+    {"cudaMemcpy", memcpy_, &real.Memcpy},
+    {"cudaMemcpyAsync", memcpy_async, &real.MemcpyAsync},
+    {"cudaMemcpyPeerAsync", memcpy_peer_async, &real.MemcpyPeerAsync},
+    {"cudaMemset", memset_, &real.Memset},
+    {"cudaMemsetAsync", memset_async, &real.MemsetAsync},
+};
+
+int runtime_hook(const struct object *object) {
+    enum { COUNT = sizeof wrappers / sizeof *wrappers };
+    struct replacement list[COUNT];
+    int found = 0;
+    for (int i = 0; i < COUNT; i++) {
+        void **slot = wrappers[i].real;
+        void *function = __atomic_load_n(slot, __ATOMIC_ACQUIRE);
+        if (!function) function = driver_runtime_function(wrappers[i].name);
+        if (!function) continue;
+        __atomic_store_n(slot, function, __ATOMIC_RELEASE);
+        list[found++] = (struct replacement){wrappers[i].name, wrappers[i].wrapper};
+    }
+    return elf_replace_all(object, list, found);
+}

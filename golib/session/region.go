@@ -1,0 +1,346 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"amem/golib/cuda"
+	"amem/golib/offload"
+	"amem/golib/vmm"
+)
+
+// Backup says what a pause does with a region's contents.
+type Backup int
+
+// The kinds of backup, as amem_backup_t counts.
+const (
+	BackupNone Backup = 0
+	BackupCPU  Backup = 1
+	BackupDisk Backup = 2
+)
+
+func (b Backup) String() string { return [...]string{"none", "cpu", "disk"}[b] }
+
+const (
+	maxRegions = 128 // as many functions as the hook has for allocators
+	maxTag     = 64
+)
+
+// Region is memory of the program's own under a tag, with one kind of backup. It
+// is paused and resumed by itself.
+type Region struct {
+	session *Session
+	tag     string
+	backup  Backup
+	space   *vmm.Space
+
+	turn chan struct{} // holds one token: who has it may change what follows
+
+	paused atomic.Bool
+	behind atomic.Bool // who has opened its memory may not have mapped it again
+
+	mu    sync.Mutex
+	store offload.Store // made when first needed
+}
+
+// regions are those of a Session. They are never removed.
+type regions struct {
+	mu      sync.Mutex
+	list    []*Region
+	share   *sharing // made with the first
+	numbers atomic.Uint64
+	folder  string // for BackupDisk; "": the system's for temporary files
+}
+
+func (s *Session) allRegions() []*Region {
+	s.regions.mu.Lock()
+	defer s.regions.mu.Unlock()
+	return s.regions.list[:len(s.regions.list):len(s.regions.list)]
+}
+
+// Region answers the region of a tag and a backup, and its number, and makes it
+// if there is none.
+func (s *Session) Region(tag string, backup Backup) (*Region, int, error) {
+	if tag == "" || len(tag) > maxTag || tag == Tag || strings.ContainsAny(tag, ",\x00") {
+		return nil, 0, fmt.Errorf("%w: %q is no tag for a region: it has 1 to %d bytes without commas, and is not %q",
+			ErrArgument, tag, maxTag, Tag)
+	}
+	if backup < BackupNone || backup > BackupDisk {
+		return nil, 0, fmt.Errorf("%w: backup %d; 0 is none, 1 cpu, 2 disk", ErrArgument, int(backup))
+	}
+	s.regions.mu.Lock()
+	defer s.regions.mu.Unlock()
+	for i, r := range s.regions.list {
+		if r.tag == tag && r.backup == backup {
+			return r, i, nil
+		}
+	}
+	if len(s.regions.list) == maxRegions {
+		return nil, 0, fmt.Errorf("%w: this process has %d regions already, which is as many as it can have", ErrState, maxRegions)
+	}
+	if s.regions.share == nil {
+		share, err := newSharing(s)
+		if err != nil {
+			return nil, 0, err
+		}
+		s.regions.share = share
+	}
+	r := &Region{session: s, tag: tag, backup: backup, turn: make(chan struct{}, 1), space: vmm.New(s.driver, vmm.Options{
+		Arena: true, Timeout: s.options.Timeout, Region: tag, Discard: backup == BackupNone, Numbers: &s.regions.numbers,
+	})}
+	r.space.SetPeers(s.regions.share.node)
+	s.regions.list = append(s.regions.list, r)
+	if s.options.Prealloc && backup == BackupCPU {
+		go s.preallocate(r.space, r.growHost)
+	}
+	return r, len(s.regions.list) - 1, nil
+}
+
+// Allocate answers memory of the region of a number.
+func (s *Session) Allocate(number int, size uint64, device int32) (cuda.Ptr, error) {
+	r := s.allRegions()[number]
+	p, err := r.space.Allocate(size, device)
+	if err != nil {
+		return 0, fmt.Errorf("region %q: %w", r.tag, err)
+	}
+	return p, nil
+}
+
+// Free gives memory of the region of a number back.
+func (s *Session) Free(number int, p cuda.Ptr) error {
+	r := s.allRegions()[number]
+	if err := r.space.Free(p); err != nil {
+		return fmt.Errorf("region %q: %w", r.tag, err)
+	}
+	return nil
+}
+
+// SetDiskFolder says where BackupDisk keeps files from now on.
+func (s *Session) SetDiskFolder(folder string) error {
+	info, err := os.Stat(folder)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrArgument, err)
+	}
+	if !info.IsDir() {
+		return fmt.Errorf("%w: %s is not a folder", ErrArgument, folder)
+	}
+	s.regions.mu.Lock()
+	defer s.regions.mu.Unlock()
+	s.regions.folder = folder
+	return nil
+}
+
+func (s *Session) diskFolder() string {
+	s.regions.mu.Lock()
+	defer s.regions.mu.Unlock()
+	if s.regions.folder != "" {
+		return s.regions.folder
+	}
+	return s.options.Folder
+}
+
+// at answers the region whose memory is at p, or nil.
+func (s *Session) at(p cuda.Ptr) (r *Region, live bool) {
+	for _, r := range s.allRegions() {
+		if live, known := r.space.Live(p); known {
+			return r, live
+		}
+	}
+	return nil, false
+}
+
+// MemoryState answers whether a region's memory at p is paused. known is false
+// for other memory.
+func (s *Session) MemoryState(p cuda.Ptr) (state State, known bool) {
+	r, live := s.at(p)
+	if r == nil {
+		return 0, false
+	}
+	if live {
+		return Active, true
+	}
+	return Paused, true
+}
+
+// ReadBackup copies what a pause has kept of len(to) bytes at p.
+func (s *Session) ReadBackup(p cuda.Ptr, to []byte) error {
+	_, err := s.backup(p, uint64(len(to)), to)
+	return err
+}
+
+// FindBackup answers where on the host a pause has kept size bytes at p, until
+// the tag is resumed.
+func (s *Session) FindBackup(p cuda.Ptr, size uint64) ([]byte, error) {
+	found, err := s.backup(p, size, nil)
+	if err == nil && found == nil {
+		return nil, fmt.Errorf("%w: the backup of %d bytes at %#x is not in one piece in host memory; copy it instead",
+			ErrState, size, uint64(p))
+	}
+	return found, err
+}
+
+func (s *Session) backup(p cuda.Ptr, size uint64, to []byte) ([]byte, error) {
+	r, live := s.at(p)
+	switch {
+	case r == nil:
+		return nil, fmt.Errorf("%w: the memory at %#x is not of a region", ErrArgument, uint64(p))
+	case live:
+		return nil, fmt.Errorf("%w: tag %q is not paused: its memory at %#x can be read as usual", ErrState, r.tag, uint64(p))
+	case r.backup == BackupNone:
+		return nil, fmt.Errorf("%w: tag %q keeps no backup of the memory at %#x", ErrState, r.tag, uint64(p))
+	}
+	// No pause or resume changes what is kept meanwhile.
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	if err := r.take(ctx); err != nil {
+		return nil, err
+	}
+	defer r.give()
+	found, err := r.space.Backup(p, size, to)
+	if errors.Is(err, cuda.ErrInvalidValue) {
+		err = fmt.Errorf("%w: %w", ErrArgument, err)
+	}
+	return found, err
+}
+
+func (r *Region) isPaused() bool { return r.paused.Load() }
+
+// take waits for this caller's turn.
+func (r *Region) take(ctx context.Context) error {
+	select {
+	case r.turn <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("another thread's pause or resume has not ended: %w", ctx.Err())
+	}
+}
+
+// keeper answers where a pause keeps the contents. The caller has the turn.
+func (r *Region) keeper() offload.Store {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.store == nil {
+		if r.backup == BackupDisk {
+			r.store = offload.NewDisk(r.session.driver, r.session.diskFolder())
+		} else {
+			r.store = offload.NewArena(r.session.driver)
+		}
+	}
+	return r.store
+}
+
+func (r *Region) give() { <-r.turn }
+
+func (r *Region) pause(ctx context.Context) (done Transition, err error) {
+	done, err = r.vacate(ctx)
+	if err != nil && !r.isPaused() {
+		ctx, cancel := context.WithTimeout(context.Background(), r.session.options.Timeout)
+		defer cancel()
+		err = errors.Join(err, r.lend(ctx))
+	}
+	return done, err
+}
+
+// vacate is a pause, without what is said to those who had let go of the memory
+// when it has failed.
+func (r *Region) vacate(ctx context.Context) (done Transition, err error) {
+	if err := r.take(ctx); err != nil {
+		return done, err
+	}
+	defer r.give()
+	if r.isPaused() {
+		return done, nil
+	}
+	if err := r.space.Synchronize(ctx); err != nil {
+		return done, fmt.Errorf("synchronize: %w", err)
+	}
+	r.space.Leave(true)
+	defer r.space.Leave(false)
+	lent := r.space.Shared()
+	r.behind.Store(len(lent) > 0)
+	if err := r.session.regions.share.node.Leave(ctx, lent); err != nil {
+		return done, err
+	}
+	p, err := r.space.Vacate(r.keeper())
+	if err != nil && r.space.Whole() {
+		return done, err
+	}
+	r.paused.Store(true)
+	r.session.countPaused(1)
+	if err != nil {
+		return done, fmt.Errorf("some memory is given back and could not be restored, so the tag is paused; resume it: %w", err)
+	}
+	return Transition{Changed: true, Bytes: p.Released, Copied: p.Copied}, nil
+}
+
+// lend makes those who have opened memory of the region map it again. The caller
+// does not have the turn: they may wait for theirs, and somebody for this one.
+func (r *Region) lend(ctx context.Context) error {
+	if !r.behind.Load() {
+		return nil
+	}
+	err := r.session.regions.share.node.Return(ctx, r.space.Shared())
+	if err == nil {
+		r.behind.Store(false)
+	}
+	return err
+}
+
+func (r *Region) resume(ctx context.Context) (done Transition, err error) {
+	if done, err = r.restore(ctx); err != nil {
+		return done, err
+	}
+	if err := r.lend(ctx); err != nil {
+		return done, fmt.Errorf("this process's memory is back; resume again, to have it back in all others: %w", err)
+	}
+	return done, nil
+}
+
+// restore is a resume, but for other processes' mappings of the memory. Of an
+// active tag it maps what is missing of other processes' memory.
+func (r *Region) restore(ctx context.Context) (done Transition, err error) {
+	if err := r.take(ctx); err != nil {
+		return done, err
+	}
+	defer r.give()
+	if !r.isPaused() {
+		return done, r.space.Attach(ctx, never)
+	}
+	report, err := r.session.restore(ctx, r.space, never, newClock())
+	if err != nil {
+		return done, err
+	}
+	r.space.Resumed()
+	r.paused.Store(false)
+	r.session.countPaused(-1)
+	return Transition{Changed: true, Bytes: report.Restored, Copied: report.Copied}, nil
+}
+
+// closeRegions stops serving those who share memory of regions.
+func (s *Session) closeRegions() {
+	s.regions.mu.Lock()
+	defer s.regions.mu.Unlock()
+	if s.regions.share != nil {
+		s.regions.share.node.Close()
+	}
+}
+
+// Keep notes that memory, NCCL's or a region's, must stay where it is.
+func (s *Session) Keep(p cuda.Ptr, why string) {
+	if r, _ := s.at(p); r != nil {
+		r.space.Keep(p, why)
+		return
+	}
+	s.space.Keep(p, why)
+}
+
+func (s *Session) countPaused(more int) {
+	if s.options.Paused != nil {
+		s.options.Paused(more)
+	}
+}

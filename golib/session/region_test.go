@@ -1,0 +1,748 @@
+package session
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"amem/golib/cuda"
+	"amem/golib/simtest"
+	"amem/golib/vmm"
+)
+
+// region makes a region in a process and answers its number.
+func (p *process) region(t *testing.T, tag string, backup Backup) int {
+	t.Helper()
+	_, number, err := p.Region(tag, backup)
+	require.NoError(t, err)
+	return number
+}
+
+// torch allocates in a region, and fills what it gets.
+func (p *process) torch(t *testing.T, region int, size, seed uint64) buffer {
+	t.Helper()
+	at, err := p.Allocate(region, size, 0)
+	require.NoError(t, err)
+	b := buffer{at: at, size: size, seed: seed}
+	b.fill(seed)
+	return b
+}
+
+func (p *process) give(t *testing.T, region int, buffers ...buffer) {
+	t.Helper()
+	for _, b := range buffers {
+		require.NoError(t, p.Free(region, b.at))
+	}
+}
+
+// alone answers a process that NCCL has no memory in; all of the device's memory
+// is back at the test's end.
+func alone(t *testing.T) *process { return bare(t, 1, 5*time.Second)[0] }
+
+func TestRegion(t *testing.T) {
+	p := alone(t)
+	weights, cache := p.region(t, "weights", BackupCPU), p.region(t, "kv_cache", BackupNone)
+	require.NotEqual(t, weights, cache)
+	require.Equal(t, weights, p.region(t, "weights", BackupCPU), "the same one")
+	var kept, lost []buffer
+	for i := range uint64(12) {
+		kept = append(kept, p.torch(t, weights, []uint64{2 * mib, 20 * mib, 70 * mib}[i%3]/4, i+1))
+		lost = append(lost, p.torch(t, cache, 8*mib, i+100))
+	}
+	all := simtest.Used(t, 0)
+	for range 3 {
+		done, err := p.Session.Pause("kv_cache")
+		require.NoError(t, err)
+		require.True(t, done.Changed)
+		require.Zero(t, done.Copied)
+		require.Equal(t, all-done.Bytes, simtest.Used(t, 0))
+		require.GreaterOrEqual(t, done.Bytes, 12*8*mib)
+		for _, b := range kept {
+			require.True(t, b.intact(), "the other tag's memory")
+		}
+		state, known := p.MemoryState(lost[3].at + 5)
+		require.True(t, known)
+		require.Equal(t, Paused, state)
+		state, _ = p.TagState("weights")
+		require.Equal(t, Active, state)
+		state, _ = p.TagState("")
+		require.Equal(t, Paused, state)
+
+		done, err = p.Session.Pause("") // the rest
+		require.NoError(t, err)
+		require.GreaterOrEqual(t, done.Copied, uint64(len(kept))*mib/2)
+		require.Zero(t, simtest.Used(t, 0))
+		again, err := p.Session.Pause("weights,kv_cache")
+		require.NoError(t, err)
+		require.Equal(t, Transition{}, again, "paused already")
+
+		_, err = p.Session.Resume("weights")
+		require.NoError(t, err)
+		require.LessOrEqual(t, simtest.Used(t, 0), done.Bytes, "no more than the tag's own")
+		for _, b := range kept {
+			require.True(t, b.intact())
+		}
+		require.NoError(t, p.Resume(""))
+		require.Equal(t, all, simtest.Used(t, 0))
+		for _, b := range lost {
+			require.True(t, simtest.Writable(t, 0, b.at))
+			b.fill(b.seed)
+		}
+	}
+	p.give(t, weights, kept...)
+	p.give(t, cache, lost...)
+	require.Zero(t, simtest.Used(t, 0))
+}
+
+func TestTagsThatAreNone(t *testing.T) {
+	p := alone(t)
+	p.region(t, "weights", BackupCPU)
+	for _, call := range []func(string) error{p.Pause, p.Resume} {
+		err := call("weights,kv")
+		require.ErrorIs(t, err, ErrArgument)
+		require.ErrorContains(t, err, `no tag "kv"; the tags there are: nccl, weights`)
+	}
+	_, known := p.TagState("kv")
+	require.False(t, known)
+	for _, tag := range []string{"", "a,b", "nccl", strings.Repeat("x", 65), "a\x00b"} {
+		_, _, err := p.Region(tag, BackupCPU)
+		require.ErrorIs(t, err, ErrArgument, "%q", tag)
+	}
+	_, _, err := p.Region("w", 3)
+	require.ErrorIs(t, err, ErrArgument)
+	for i := range maxRegions - 1 {
+		p.region(t, fmt.Sprint("tag", i), BackupNone)
+	}
+	_, _, err = p.Region("one more", BackupNone)
+	require.ErrorIs(t, err, ErrState)
+}
+
+// A tag's regions of all kinds of backup are paused together, NCCL's memory with
+// them.
+func TestTagOfSeveralRegionsAndNCCL(t *testing.T) {
+	p := start(t, 1, 5*time.Second)[0]
+	base := simtest.Used(t, 0)
+	folder := t.TempDir()
+	require.NoError(t, p.SetDiskFolder(folder))
+	var regions []int
+	var buffers []buffer
+	for i, backup := range []Backup{BackupCPU, BackupDisk, BackupNone} {
+		regions = append(regions, p.region(t, "w", backup))
+		buffers = append(buffers, p.torch(t, regions[i], 40*mib, uint64(i+1)))
+	}
+	for range 2 {
+		require.NoError(t, p.Pause("w"))
+		require.Equal(t, base, simtest.Used(t, 0))
+		require.Equal(t, Active, p.State(), "NCCL")
+		require.NoError(t, p.Pause(""))
+		require.Zero(t, simtest.Used(t, 0))
+		require.Equal(t, Paused, p.State())
+		require.NoError(t, p.Resume("w"))
+		require.True(t, buffers[0].intact())
+		require.True(t, buffers[1].intact(), "from the disk")
+		require.Equal(t, Paused, p.State())
+		require.NoError(t, p.Resume("nccl"))
+		intact(t, p)
+	}
+	names, err := os.ReadDir(folder)
+	require.NoError(t, err)
+	require.Empty(t, names, "files have no names")
+	for i, b := range buffers {
+		p.give(t, regions[i], b)
+	}
+}
+
+func TestSetDiskFolder(t *testing.T) {
+	p := alone(t)
+	require.ErrorIs(t, p.SetDiskFolder("/nowhere/at all"), ErrArgument)
+	require.ErrorContains(t, p.SetDiskFolder("/dev/null"), "/dev/null is not a folder")
+}
+
+// What is allocated while its tag is paused is there at once, and what is freed
+// then does not come back.
+func TestRegionWhilePaused(t *testing.T) {
+	p := alone(t)
+	r := p.region(t, "weights", BackupCPU)
+	old := []buffer{p.torch(t, r, 8*mib, 1), p.torch(t, r, 8*mib, 2), p.torch(t, r, 66*mib, 3)}
+	require.NoError(t, p.Pause("weights"))
+	young := p.torch(t, r, 4*mib, 4)
+	require.True(t, young.intact())
+	p.give(t, r, old[0], old[2])
+	require.NoError(t, p.Resume("weights"))
+	require.True(t, old[1].intact())
+	require.True(t, young.intact())
+	_, known := p.MemoryState(old[2].at)
+	require.False(t, known)
+	require.NoError(t, p.Pause("weights"))
+	require.Zero(t, simtest.Used(t, 0))
+	require.NoError(t, p.Resume("weights"))
+	require.True(t, old[1].intact())
+	require.True(t, young.intact())
+	p.give(t, r, old[1], young)
+}
+
+func TestBackupIsRead(t *testing.T) {
+	p := alone(t)
+	folder := t.TempDir()
+	require.NoError(t, p.SetDiskFolder(folder))
+	cpu, disk, none := p.region(t, "w", BackupCPU), p.region(t, "w", BackupDisk), p.region(t, "w", BackupNone)
+	b := []buffer{p.torch(t, cpu, 6*mib, 1), p.torch(t, disk, 6*mib, 2), p.torch(t, none, 6*mib, 3)}
+	to := make([]byte, 3*mib)
+	require.ErrorIs(t, p.ReadBackup(b[0].at, to), ErrState, "not paused")
+	require.ErrorIs(t, p.ReadBackup(0x1234, to), ErrArgument, "not a region's")
+	require.NoError(t, p.Pause("w"))
+	for i := range 2 {
+		want := simtest.Random(b[i].seed, b[i].size)[mib : 4*mib]
+		clear(to)
+		require.NoError(t, p.ReadBackup(b[i].at+cuda.Ptr(mib), to))
+		require.Equal(t, want, to)
+	}
+	found, err := p.FindBackup(b[0].at+cuda.Ptr(mib), 3*mib)
+	require.NoError(t, err)
+	require.Equal(t, simtest.Random(1, 6*mib)[mib:4*mib], found)
+	_, err = p.FindBackup(b[1].at, mib)
+	require.ErrorIs(t, err, ErrState, "on the disk")
+	require.ErrorIs(t, p.ReadBackup(b[2].at, to), ErrState, "no backup")
+	require.ErrorIs(t, p.ReadBackup(b[0].at+cuda.Ptr(4*mib), to), ErrArgument, "beyond the end")
+	require.NoError(t, p.Resume("w"))
+	p.give(t, cpu, b[0])
+	p.give(t, disk, b[1])
+	p.give(t, none, b[2])
+}
+
+// A pause that fails leaves all of its tags active.
+func TestPauseOfSeveralTagsFails(t *testing.T) {
+	for _, call := range []string{"cuMemHostRegister_v2", "cuMemcpyDtoHAsync_v2", "cuCtxSynchronize", "cuMemUnmap", "cuMemRelease"} {
+		t.Run(call, func(t *testing.T) {
+			p := alone(t)
+			one, two := p.region(t, "one", BackupCPU), p.region(t, "two", BackupCPU)
+			a, b := p.torch(t, one, 8*mib, 1), p.torch(t, two, 8*mib, 2)
+			used := simtest.Used(t, 0)
+			simtest.Fault(t, call, 2, cuda.ErrUnknown) // the second tag's
+			err := p.Pause("")
+			require.ErrorIs(t, err, cuda.ErrUnknown)
+			require.ErrorContains(t, err, `pause "two"`)
+			for _, tag := range []string{"one", "two"} {
+				state, _ := p.TagState(tag)
+				require.Equal(t, Active, state, tag)
+			}
+			require.Equal(t, used, simtest.Used(t, 0))
+			require.True(t, a.intact())
+			require.True(t, b.intact())
+			require.NoError(t, p.Pause(""))
+			require.Zero(t, simtest.Used(t, 0))
+			require.NoError(t, p.Resume(""))
+			require.True(t, a.intact())
+			require.True(t, b.intact())
+			p.give(t, one, a)
+			p.give(t, two, b)
+		})
+	}
+}
+
+func TestRegionOutOfMemory(t *testing.T) {
+	p := alone(t)
+	other := p.region(t, "other", BackupNone)
+	r := p.region(t, "weights", BackupCPU)
+	b := p.torch(t, r, 512*mib, 1)
+	require.NoError(t, p.Pause("weights"))
+	hog, err := p.Allocate(other, simtest.Memory-256*mib, 0)
+	require.NoError(t, err)
+	err = p.Resume("weights")
+	var oom *vmm.OutOfMemoryError
+	require.ErrorAs(t, err, &oom)
+	require.Equal(t, 512*mib, oom.Needed)
+	require.Equal(t, 256*mib, oom.Free)
+	state, _ := p.TagState("weights")
+	require.Equal(t, Paused, state)
+	_, err = p.Allocate(r, 512*mib, 0)
+	require.ErrorIs(t, err, cuda.ErrOutOfMemory)
+	require.NoError(t, p.Free(other, hog))
+	require.NoError(t, p.Resume("weights"))
+	require.True(t, b.intact())
+	p.give(t, r, b)
+}
+
+func TestFreeHostOfRegions(t *testing.T) {
+	p := alone(t)
+	r := p.region(t, "weights", BackupCPU)
+	b := p.torch(t, r, 8*mib, 1)
+	require.NoError(t, p.Pause("weights"))
+	require.ErrorContains(t, p.FreeHost(), `tag "weights" is paused`)
+	require.NoError(t, p.Resume("weights"))
+	require.True(t, b.intact())
+	unregistered := simtest.Calls(t, "cuMemHostUnregister")
+	require.NoError(t, p.FreeHost())
+	require.Equal(t, unregistered+1, simtest.Calls(t, "cuMemHostUnregister"))
+	require.NoError(t, p.Pause("weights"))
+	require.NoError(t, p.Resume("weights"))
+	require.True(t, b.intact())
+	p.give(t, r, b)
+}
+
+func TestFreeWhatIsNone(t *testing.T) {
+	p := alone(t)
+	r := p.region(t, "weights", BackupCPU)
+	b := p.torch(t, r, 8*mib, 1)
+	require.ErrorIs(t, p.Free(r, b.at+4096), cuda.ErrInvalidValue)
+	require.ErrorIs(t, p.Free(r, 0x1000), cuda.ErrInvalidValue)
+	p.give(t, r, b)
+	require.ErrorIs(t, p.Free(r, b.at), cuda.ErrInvalidValue, "freed already")
+}
+
+// What a NIC has registered stays where it is.
+func TestRegionKeepsWhatANICUses(t *testing.T) {
+	p := alone(t)
+	r := p.region(t, "weights", BackupCPU)
+	b := p.torch(t, r, 128*mib, 1)
+	free := p.torch(t, r, 96*mib, 2)
+	p.Keep(b.at, vmm.KeepNIC)
+	require.NoError(t, p.Pause("weights"))
+	require.Equal(t, 128*mib, simtest.Used(t, 0))
+	require.True(t, b.intact())
+	require.NoError(t, p.Resume("weights"))
+	require.True(t, free.intact())
+	p.give(t, r, b, free)
+}
+
+// shares makes the second process open a buffer of the first.
+func shares(t *testing.T, owner, borrower *process, b buffer) buffer {
+	t.Helper()
+	handle, known, err := owner.ShareHandle(b.at, false)
+	require.NoError(t, err)
+	require.True(t, known)
+	at, known, err := borrower.OpenHandle(handle)
+	require.NoError(t, err)
+	require.True(t, known)
+	opened := buffer{at: at, size: b.size, seed: b.seed}
+	require.True(t, opened.intact())
+	return opened
+}
+
+func (p *process) closes(t *testing.T, b buffer) {
+	t.Helper()
+	known, err := p.CloseHandle(b.at)
+	require.NoError(t, err)
+	require.True(t, known)
+}
+
+// The owner's pause releases both sides, and its resume restores both.
+func TestSharedRegion(t *testing.T) {
+	all := bare(t, 2, 5*time.Second)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	var own, theirs []buffer
+	for i := range uint64(6) {
+		own = append(own, a.torch(t, r, (2+13*i)*mib, i+1))
+		theirs = append(theirs, shares(t, a, b, own[i]))
+	}
+	again := shares(t, a, b, own[0])
+	require.Equal(t, theirs[0].at, again.at)
+	used := simtest.Used(t, 0)
+	for cycle := range uint64(3) {
+		require.NoError(t, a.Pause("weights"))
+		require.Zero(t, simtest.Used(t, 0), "memory that both sides mapped is given back")
+		state, known := b.MemoryState(theirs[2].at)
+		require.True(t, known)
+		require.Equal(t, Paused, state)
+		require.NoError(t, a.Resume("weights"))
+		require.Equal(t, used, simtest.Used(t, 0))
+		for i := range own {
+			require.True(t, own[i].intact())
+			require.True(t, theirs[i].intact(), "the borrower's side of buffer %d", i)
+			theirs[i].fill(theirs[i].seed + 50*(cycle+1))
+			own[i].seed += 50 * (cycle + 1)
+			require.True(t, own[i].intact(), "the borrower's writes are the owner's contents")
+			theirs[i].seed = own[i].seed
+		}
+	}
+	b.closes(t, again)
+	require.True(t, theirs[0].intact(), "opened twice, closed once")
+	for _, o := range theirs {
+		b.closes(t, o)
+	}
+	known, err := b.CloseHandle(theirs[0].at)
+	require.True(t, err != nil || !known)
+	a.give(t, r, own...)
+}
+
+// Either side may pause its tag first, and resume first.
+func TestSharedRegionPausedOnBothSides(t *testing.T) {
+	for _, order := range [][4]int{{0, 1, 0, 1}, {0, 1, 1, 0}, {1, 0, 0, 1}, {1, 0, 1, 0}} {
+		t.Run(fmt.Sprint(order), func(t *testing.T) {
+			all := bare(t, 2, 5*time.Second)
+			a, b := all[0], all[1]
+			r := a.region(t, "weights", BackupCPU)
+			own := a.torch(t, r, 24*mib, 1)
+			theirs := shares(t, a, b, own)
+			for range 2 {
+				require.NoError(t, all[order[0]].Pause("weights"))
+				require.NoError(t, all[order[1]].Pause("weights"))
+				require.Zero(t, simtest.Used(t, 0))
+				require.NoError(t, all[order[2]].Resume("weights"), "it waits for nobody")
+				require.NoError(t, all[order[3]].Resume("weights"))
+				require.True(t, own.intact())
+				require.True(t, theirs.intact())
+			}
+			b.closes(t, theirs)
+			a.give(t, r, own)
+		})
+	}
+}
+
+// Both share with each other, and call at the same time.
+func TestSharedBothWaysAtOnce(t *testing.T) {
+	all := bare(t, 2, 20*time.Second)
+	var own, theirs [2]buffer
+	var regions [2]int
+	for i, p := range all {
+		regions[i] = p.region(t, "weights", BackupCPU)
+		own[i] = p.torch(t, regions[i], 16*mib, uint64(i+1))
+	}
+	for i, p := range all {
+		theirs[1-i] = shares(t, p, all[1-i], own[i])
+	}
+	for range 20 {
+		require.NoError(t, each(all, func(p *process) error { return p.Pause("weights") }))
+		require.Zero(t, simtest.Used(t, 0))
+		require.NoError(t, each(all, func(p *process) error { return p.Resume("weights") }))
+		for i := range all {
+			require.True(t, own[i].intact())
+			require.True(t, theirs[i].intact())
+		}
+	}
+	for i, p := range all {
+		p.closes(t, theirs[i])
+	}
+	for i, p := range all {
+		p.give(t, regions[i], own[i])
+	}
+}
+
+// A borrower whose kernels use the memory is waited for, and named when it takes
+// too long; the owner stays active.
+func TestBorrowerDoesNotLetGo(t *testing.T) {
+	all := bare(t, 2, 300*time.Millisecond)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	own := a.torch(t, r, 8*mib, 1)
+	end := simtest.Use(t, 1) // the borrower's device
+	theirs := shares(t, a, b, own)
+	finish := simtest.Busy(t)
+	end()
+	err := a.Pause("weights")
+	require.ErrorContains(t, err, fmt.Sprintf("waiting for pid %d (group 0) to let go of this process's memory", os.Getpid()))
+	state, _ := a.TagState("weights")
+	require.Equal(t, Active, state)
+	require.True(t, own.intact())
+	finish()
+	require.Eventually(t, func() bool { return a.Pause("weights") == nil }, 5*time.Second, 10*time.Millisecond)
+	require.Zero(t, simtest.Used(t, 0))
+	require.Eventually(t, func() bool { return a.Resume("weights") == nil }, 5*time.Second, 10*time.Millisecond)
+	require.True(t, own.intact())
+	require.True(t, theirs.intact())
+	b.closes(t, theirs)
+	a.give(t, r, own)
+}
+
+// A borrower that has ended is not waited for; an owner that has ended takes
+// paused memory with it, and what was mapped stays.
+func TestSharersThatEnd(t *testing.T) {
+	all := bare(t, 3, 5*time.Second)
+	a, b, c := all[0], all[1], all[2]
+	r := a.region(t, "weights", BackupCPU)
+	own := a.torch(t, r, 8*mib, 1)
+	theirs, late := shares(t, a, b, own), shares(t, a, c, own)
+	c.Close()
+	require.NoError(t, a.Pause("weights"))
+	require.NoError(t, a.Resume("weights"))
+	require.True(t, own.intact())
+	require.True(t, theirs.intact())
+	owner := a.regions.share.node.Self()
+	a.Close()
+	require.Eventually(t, func() bool { return b.regions.share.node.Gone(owner) }, 5*time.Second, time.Millisecond)
+	require.NoError(t, b.Pause("weights"))
+	require.NoError(t, b.Resume("weights"))
+	require.True(t, theirs.intact(), "this mapping is all that holds the memory")
+	b.closes(t, theirs)
+	c.closes(t, late)
+	a.give(t, r, own)
+}
+
+func TestHandles(t *testing.T) {
+	all := bare(t, 2, time.Second)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	own := a.torch(t, r, 8*mib, 1)
+	_, known, err := a.ShareHandle(0x1000, true)
+	require.NoError(t, err)
+	require.False(t, known, "not a region's: CUDA's own handle is for it")
+	_, known, err = b.OpenHandle([HandleSize]byte{1, 2, 3})
+	require.NoError(t, err)
+	require.False(t, known)
+
+	handle, _, err := a.ShareHandle(own.at, true)
+	require.NoError(t, err)
+	for name, change := range map[string]func(h *[HandleSize]byte){
+		"another owner":  func(h *[HandleSize]byte) { h[8] ^= 1 },
+		"another block":  func(h *[HandleSize]byte) { h[32] ^= 0x40 },
+		"another offset": func(h *[HandleSize]byte) { h[42] ^= 1 },
+	} {
+		bad := handle
+		change(&bad)
+		_, known, err = b.OpenHandle(bad)
+		require.True(t, known, name)
+		require.ErrorContains(t, err, "open memory of pid", name)
+	}
+	require.NoError(t, a.Pause("weights"))
+	_, _, err = a.ShareHandle(own.at, true)
+	require.ErrorIs(t, err, ErrState)
+	require.ErrorContains(t, err, `tag "weights" is paused`)
+	require.NoError(t, a.Resume("weights"))
+	at, _, err := a.OpenHandle(handle) // by itself
+	require.NoError(t, err)
+	require.Equal(t, own.at, at)
+	a.closes(t, own)
+	require.True(t, own.intact())
+	theirs := shares(t, a, b, own)
+	_, _, err = b.ShareHandle(theirs.at, true)
+	require.ErrorContains(t, err, "share it from there")
+	b.closes(t, theirs)
+	a.give(t, r, own)
+}
+
+// Freed memory that a borrower still has is not used for something else.
+func TestFreedWhileBorrowed(t *testing.T) {
+	all := bare(t, 2, 5*time.Second)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	own, other := a.torch(t, r, 4*mib, 1), a.torch(t, r, 4*mib, 2)
+	theirs := shares(t, a, b, own)
+	a.give(t, r, own)
+	next := a.torch(t, r, 4*mib, 3)
+	require.NotEqual(t, own.at, next.at)
+	require.True(t, theirs.intact())
+	b.closes(t, theirs)
+	require.Eventually(t, func() bool {
+		young := a.torch(t, r, 4*mib, 4)
+		defer a.give(t, r, young)
+		return young.at == own.at
+	}, 5*time.Second, 10*time.Millisecond, "then it is")
+	require.True(t, other.intact())
+	a.give(t, r, other, next)
+}
+
+// Threads allocate and free in two regions while others pause and resume them.
+func TestRegionsFromManyThreads(t *testing.T) {
+	all := bare(t, 2, 20*time.Second)
+	a, b := all[0], all[1]
+	regions := []int{a.region(t, "one", BackupCPU), a.region(t, "two", BackupCPU)}
+	var wg sync.WaitGroup
+	stop := make(chan struct{})
+	for worker := range 4 {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			defer simtest.Use(t, 0)()
+			random := rand.New(rand.NewPCG(uint64(worker), 9))
+			r := regions[worker%2]
+			var held []cuda.Ptr
+			for {
+				select {
+				case <-stop:
+					for _, p := range held {
+						check(t, a.Free(r, p))
+					}
+					return
+				default:
+				}
+				if len(held) > 8 || (len(held) > 0 && random.IntN(2) == 0) {
+					i := random.IntN(len(held))
+					check(t, a.Free(r, held[i]))
+					held[i] = held[len(held)-1]
+					held = held[:len(held)-1]
+					continue
+				}
+				p, err := a.Allocate(r, (1+random.Uint64N(20))*mib, 0)
+				check(t, err)
+				held = append(held, p)
+			}
+		}()
+	}
+	fixed := a.torch(t, regions[0], 8*mib, 1)
+	theirs := shares(t, a, b, fixed)
+	for range 30 {
+		require.NoError(t, a.Pause("one"))
+		require.NoError(t, a.Pause(""))
+		require.NoError(t, a.Resume("two"))
+		require.NoError(t, a.Resume(""))
+		require.True(t, fixed.intact())
+		require.True(t, theirs.intact())
+	}
+	close(stop)
+	wg.Wait()
+	b.closes(t, theirs)
+	a.give(t, regions[0], fixed)
+}
+
+func check(t *testing.T, err error) {
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// Whichever driver call, or step at a socket, of a pause or a resume of shared
+// memory fails, with the owner or with who has opened it: the tag is active or
+// paused, and the next attempt succeeds.
+func TestFaultsOfRegions(t *testing.T) {
+	for _, backup := range []Backup{BackupCPU, BackupDisk, BackupNone} {
+		t.Run(backup.String(), func(t *testing.T) {
+			s := newShared(t, backup)
+			for name, at := range map[string]seam{"driver": atTheDriver(), "sockets": atAllSockets()} {
+				cases, reached := s.faults(t, at)
+				t.Logf("%s: %d cases, %d of them reached", name, cases, reached)
+				require.Greater(t, 2*reached, cases)
+			}
+			s.end(t)
+		})
+	}
+}
+
+// shared is memory of one process's region that another has opened.
+type shared struct {
+	owner, borrower *process
+	region          int
+	backup          Backup
+	own, theirs     []buffer
+	used            uint64
+}
+
+func newShared(t *testing.T, backup Backup) *shared {
+	t.Helper()
+	all := bare(t, 2, 20*time.Second)
+	s := &shared{owner: all[0], borrower: all[1], backup: backup}
+	require.NoError(t, s.owner.SetDiskFolder(t.TempDir()))
+	s.region = s.owner.region(t, "weights", backup)
+	for i, size := range []uint64{2 * mib, 6 * mib} {
+		b := s.owner.torch(t, s.region, size, uint64(i+1))
+		s.own, s.theirs = append(s.own, b), append(s.theirs, shares(t, s.owner, s.borrower, b))
+	}
+	s.used = simtest.Used(t, 0)
+	watchSockets(t, s.owner.regions.share.node, s.borrower.regions.share.node)
+	return s
+}
+
+func (s *shared) end(t *testing.T) {
+	t.Helper()
+	for i := range s.own {
+		s.borrower.closes(t, s.theirs[i])
+		s.owner.give(t, s.region, s.own[i])
+	}
+}
+
+// faults makes each step of a pause and a resume fail in turn, as a round without
+// a fault has found them. It answers how many, and how many were reached: at a
+// socket, what is said depends on which connections are left.
+func (s *shared) faults(t *testing.T, at seam) (cases, reached int) {
+	t.Helper()
+	s.round(t, fault{seam: at}) // buffers, streams and events are made
+	for _, resuming := range []bool{false, true} {
+		steps := s.round(t, fault{seam: at, resuming: resuming})
+		require.NotEmpty(t, steps)
+		for step, count := range steps {
+			for n := 1; n <= count; n++ {
+				for _, fails := range at.errors(step) {
+					cases++
+					t.Run(fmt.Sprintf("%s %d: %v", step, n, fails), func(t *testing.T) {
+						simtest.On(t, 0)
+						if s.round(t, fault{at, resuming, step, n, fails})[step] >= n {
+							reached++
+						}
+					})
+				}
+			}
+		}
+	}
+	return cases, reached
+}
+
+// round pauses and resumes, and answers which steps the fault's phase took.
+func (s *shared) round(t *testing.T, f fault) (steps map[string]int) {
+	t.Helper()
+	for _, resuming := range []bool{false, true} {
+		change, wanted := s.owner.Pause, Paused
+		if resuming {
+			change, wanted = s.owner.Resume, Active
+		}
+		var err error
+		if f.resuming == resuming {
+			f.fail(t, f.step, f.n, f.err)
+			err = change("weights")
+			steps = f.heal(t)
+		} else {
+			err = change("weights")
+		}
+		state, _ := s.owner.TagState("weights")
+		if state == Active {
+			require.Equal(t, s.used, simtest.Used(t, 0))
+			require.True(t, resuming || s.backup == BackupNone || s.own[1].intact())
+		} else {
+			require.Zero(t, simtest.Used(t, 0))
+		}
+		if err != nil {
+			require.NoError(t, change("weights"), "the second attempt")
+		} else {
+			require.Equal(t, wanted, state)
+		}
+	}
+	for i, own := range s.own {
+		require.True(t, s.backup == BackupNone || (own.intact() && s.theirs[i].intact()))
+		own.fill(own.seed)
+		require.True(t, s.theirs[i].intact(), "both sides have the same memory")
+	}
+	return steps
+}
+
+// Memory that is opened while its owner pauses is not kept by who opens it.
+func TestOpeningWhileItsOwnerPauses(t *testing.T) {
+	all := bare(t, 2, 20*time.Second)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	own := a.torch(t, r, 8*mib, 1)
+	handle, _, err := a.ShareHandle(own.at, true)
+	require.NoError(t, err)
+	stop, ended := make(chan struct{}), make(chan int, 2)
+	for range 2 {
+		go func() {
+			defer simtest.Use(t, 0)()
+			for opened := 0; ; opened++ {
+				select {
+				case <-stop:
+					ended <- opened
+					return
+				default:
+				}
+				at, _, err := b.OpenHandle(handle)
+				check(t, err)
+				_, err = b.CloseHandle(at)
+				check(t, err)
+			}
+		}()
+	}
+	for range 40 {
+		require.NoError(t, a.Pause("weights"))
+		require.Eventually(t, func() bool { return simtest.Used(t, 0) == 0 }, 5*time.Second, time.Millisecond)
+		require.NoError(t, a.Resume("weights"))
+		require.True(t, own.intact())
+	}
+	close(stop)
+	require.NotZero(t, <-ended)
+	require.NotZero(t, <-ended)
+	a.give(t, r, own)
+}

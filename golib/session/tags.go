@@ -1,0 +1,162 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Tag is the built-in tag of NCCL's memory.
+const Tag = "nccl"
+
+// Transition is what one pause or resume did. Sizes are bytes, times seconds.
+type Transition struct {
+	Changed bool    `json:"changed"` // false: all was so already
+	Seconds float64 `json:"seconds"`
+	Bytes   uint64  `json:"bytes"` // of device memory, given back or restored
+	Copied  uint64  `json:"copied_bytes"`
+}
+
+func (t *Transition) add(other Transition) {
+	t.Changed = t.Changed || other.Changed
+	t.Bytes += other.Bytes
+	t.Copied += other.Copied
+}
+
+// choose answers what a comma-separated list of tags names: "" is all.
+func (s *Session) choose(tags string) (regions []*Region, nccl bool, err error) {
+	all := s.allRegions()
+	if tags == "" {
+		// NCCL's memory is not missed where the program pauses its own.
+		return all, len(all) == 0 || len(s.space.Devices()) > 0, nil
+	}
+	for _, tag := range strings.Split(tags, ",") {
+		known := tag == Tag
+		nccl = nccl || known
+		for _, r := range all {
+			if r.tag == tag {
+				known = true
+				if !slices.Contains(regions, r) {
+					regions = append(regions, r)
+				}
+			}
+		}
+		if !known {
+			return nil, false, fmt.Errorf("%w: no tag %q; the tags there are: %s", ErrArgument, tag, strings.Join(s.Tags(), ", "))
+		}
+	}
+	return regions, nccl, nil
+}
+
+// Tags lists the tags there are, NCCL's first.
+func (s *Session) Tags() []string {
+	tags := []string{Tag}
+	for _, r := range s.allRegions() {
+		if !slices.Contains(tags, r.tag) {
+			tags = append(tags, r.tag)
+		}
+	}
+	return tags
+}
+
+// Pause gives the memory of the tags back to the device: all of it or, on
+// failure, none.
+func (s *Session) Pause(tags string) (done Transition, err error) {
+	regions, nccl, err := s.choose(tags)
+	if err != nil {
+		return done, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	clock := newClock()
+	var paused []*Region
+	for _, r := range regions {
+		t, err := r.pause(ctx)
+		if t.Changed {
+			paused = append(paused, r)
+		}
+		done.add(t)
+		if err != nil {
+			return Transition{}, errors.Join(fmt.Errorf("pause %q: %w", r.tag, err), undo(paused, s.options.Timeout))
+		}
+	}
+	if nccl { // last: it alone waits for other processes' callers
+		t, err := s.pauseNCCL(ctx)
+		if err != nil {
+			return Transition{}, errors.Join(fmt.Errorf("pause: %w", err), undo(paused, s.options.Timeout))
+		}
+		done.add(t)
+	}
+	if done.Changed {
+		done.Seconds = clock.total()
+		slog.Info("paused", "tags", tags, "released_bytes", done.Bytes, "copied_bytes", done.Copied, "seconds", done.Seconds)
+	}
+	return done, nil
+}
+
+// undo resumes what a pause that failed had paused.
+func undo(regions []*Region, timeout time.Duration) error {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	var errs []error
+	for _, r := range regions {
+		if _, err := r.resume(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("%q stays paused: %w", r.tag, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Resume restores the memory of the tags. On failure each tag's is restored or
+// paused still. Of what is active already, it restores what a failed pause has
+// left stale, if anything.
+func (s *Session) Resume(tags string) (done Transition, err error) {
+	regions, nccl, err := s.choose(tags)
+	if err != nil {
+		return done, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	clock := newClock()
+	for _, r := range regions {
+		t, err := r.resume(ctx)
+		done.add(t)
+		if err != nil {
+			return done, fmt.Errorf("resume %q: %w", r.tag, err)
+		}
+	}
+	if nccl {
+		t, err := s.resumeNCCL(ctx)
+		done.add(t)
+		if err != nil {
+			return done, fmt.Errorf("resume: %w", err)
+		}
+	}
+	if done.Changed {
+		done.Seconds = clock.total()
+		slog.Info("resumed", "tags", tags, "restored_bytes", done.Bytes, "seconds", done.Seconds)
+	}
+	return done, nil
+}
+
+// TagState answers the state of a tag's memory, of "" Paused if any is. known is
+// false if there is no such tag.
+func (s *Session) TagState(tag string) (state State, known bool) {
+	state = Active
+	if tag == Tag || tag == "" {
+		state, known = s.State(), true
+	}
+	for _, r := range s.allRegions() {
+		if r.tag == tag || tag == "" {
+			known = true
+			if r.isPaused() {
+				state = Paused
+			}
+		}
+	}
+	return state, known
+}
