@@ -11,9 +11,12 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 
-# site runs a line that starts with "import" in every Python process. Where
-# AMEM_ENABLE is unset it must cost nothing, so it looks before it imports.
-PTH = 'import os; os.environ.get("AMEM_ENABLE", "0") not in ("", "0") and __import__("amem._autoenable")\n'
+# site runs a line that starts with "import" in every Python process. Where both
+# variables are unset it must cost nothing, so it looks before it imports.
+PTH = (
+    'import os; {os.environ.get(name, "0") for name in ("AMEM_ENABLE", "AMEM_COMPAT_TMS")} <= {"", "0"} '
+    'or __import__("amem._autoenable")\n'
+)
 
 
 def native_dir(build_temp: Path) -> Path:

@@ -1,10 +1,12 @@
-"""Give the GPU memory that NCCL holds back to the device, and restore it.
+"""Give the GPU memory that NCCL and torch hold back to the device, and restore it.
 
     import amem
 
     amem.enable()               # before the first NCCL communicator
+    with amem.region("weights"):
+        ...                     # torch memory that pauses too
     ...
-    with amem.paused():         # NCCL's memory is free for something else
+    with amem.paused():         # the memory is free for something else
         ...
 
 Importing this package loads no library and never imports torch. The names
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from . import compat
     from ._api import (
         State,
         Stats,
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
         state,
         stats,
     )
+    from ._backup import cpu_backup, set_disk_directory
+    from ._regions import Region, cuda_graph, current_region, disable, region
     from .errors import (
         AmemError,
         CoreError,
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
         PeerError,
         TooLateError,
+        TorchError,
     )
 
 __version__ = "0.1.0"
@@ -67,17 +73,26 @@ __all__ = [
     "NotEnabledError",
     "OutOfMemoryError",
     "PeerError",
+    "Region",
     "State",
     "Stats",
     "TooLateError",
+    "TorchError",
     "Transition",
     "__version__",
+    "compat",
+    "cpu_backup",
+    "cuda_graph",
+    "current_region",
+    "disable",
     "enable",
     "free_host_memory",
     "get_group_id",
     "pause",
     "paused",
+    "region",
     "resume",
+    "set_disk_directory",
     "set_group_id",
     "state",
     "stats",
@@ -87,8 +102,16 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "compat":
+        import importlib
+
+        return importlib.import_module(".compat", __name__)
     if name.endswith("Error"):
         from . import errors as module
+    elif name in ("Region", "cuda_graph", "current_region", "disable", "region"):
+        from . import _regions as module  # type: ignore[no-redef]
+    elif name in ("cpu_backup", "set_disk_directory"):
+        from . import _backup as module  # type: ignore[no-redef]
     else:
         from . import _api as module  # type: ignore[no-redef]
     value = getattr(module, name)

@@ -6,8 +6,7 @@ import contextlib
 import ctypes
 import enum
 import json
-import os
-import threading
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
@@ -33,10 +32,10 @@ __all__ = [
 
 
 class State(enum.Enum):
-    """Where this process stands. The values are those of amem_state()."""
+    """Where this process, or a tag, stands. The values are those of amem_state()."""
 
     OFF = 0
-    """not enabled"""
+    """not enabled; no such tag"""
     WAITING = 1
     """enabled; NCCL has not asked for the CUDA driver yet"""
     ACTIVE = 2
@@ -54,12 +53,12 @@ class LastTransition(TypedDict):
 class Stats(TypedDict, total=False):
     """The main fields of the statistics; docs/statistics.md lists them all.
 
-    Until NCCL is in use there are only version, state and group.
+    Until NCCL or a region is in use there are only version, state and group.
     """
 
     version: str
     state: str
-    """as State, in lower case"""
+    """NCCL's: as State, in lower case"""
     group: int
     pid: int
     device_bytes: int
@@ -71,6 +70,8 @@ class Stats(TypedDict, total=False):
     devices: list[dict[str, Any]]
     host: dict[str, int]
     peers: list[dict[str, Any]]
+    regions: list[dict[str, Any]]
+    """torch's memory, by tag and backup"""
     pauses: int
     resumes: int
     last_pause: LastTransition
@@ -90,76 +91,64 @@ class Transition:
     """False if the process was in the wanted state already"""
 
 
-# Serialises pause and resume, so that the transition read from the statistics
-# is that of the same call.
-_transition = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _transition
-    _transition = threading.Lock()
-
-
-# A child forked while another thread paused must get ForkedError, not a lock
-# that nobody will release.
-os.register_at_fork(after_in_child=_renew_lock)
-
-
 def pause(*tags: str) -> Transition:
     """Gives the memory of the tags (default: all) back to the device.
 
-    Every rank must call it, as with a collective: memory that a peer maps is
-    free only once the peer has paused too. Until resume() no collective may
-    be started. Does nothing if the process is paused already.
+    NCCL's tag is "nccl", regions name the others. Every rank must call it for
+    "nccl", as with a collective: memory that a peer maps is free only once the
+    peer has paused too. Until resume() no collective may be started, and no
+    tensor of the tags used. Does nothing for what is paused already.
 
     Raises:
         NotEnabledError: amem was not enabled before the first communicator.
         NoCuMemError: NCCL allocates with cudaMalloc; there is nothing to pause.
         InvalidArgumentError: there is no such tag.
         DeadlineError: a peer did not pause in time; the message names it.
+        HostMemoryError: too little host memory to keep the contents in.
         AmemError: anything else. The process stays active.
     """
-    return _transit("pause", tags)
+    library, text = _loaded(), _library.tag_list(tags)
+    regions = sys.modules.get(f"{__package__}._regions")
+    if regions is not None:
+        regions.trim(tags)
+    return _transit(library, "pause", text)
 
 
 def resume(*tags: str) -> Transition:
     """Restores the memory of the tags (default: all): same addresses, same contents.
 
-    Does nothing if the process is not paused.
+    Does nothing for what is not paused.
 
     Raises:
         NotEnabledError: amem is not enabled in this process.
-        OutOfMemoryError: the device has too little free memory. The process
-            stays paused and loses nothing: free some and call again.
+        OutOfMemoryError: the device has too little free memory. Nothing is
+            lost: free some and call again. Where torch is imported, it is a
+            torch.cuda.OutOfMemoryError too.
         InvalidArgumentError: there is no such tag.
-        AmemError: anything else. The process stays paused.
+        AmemError: anything else. Each tag is either restored or still paused.
     """
-    return _transit("resume", tags)
+    return _transit(_loaded(), "resume", _library.tag_list(tags))
 
 
-def _transit(verb: str, tags: tuple[str, ...]) -> Transition:
+def _loaded() -> ctypes.CDLL:
     library = _library.loaded()
     if library is None:
         raise _library.not_enabled("amem is not enabled in this process")
-    text = _tag_list(tags)
-    with _transition:
-        before = library.amem_state()
-        status = getattr(library, f"amem_{verb}")(text)
-        _library.check(library, f"amem_{verb}", status)
-        if library.amem_state() == before:
-            return Transition(seconds=0.0, bytes=0, copied_bytes=0, changed=False)
-        last = _read_stats(library)[f"last_{verb}"]
+    return library
+
+
+def _transit(library: ctypes.CDLL, verb: str, text: bytes | None) -> Transition:
+    _library.check(library, f"amem_{verb}", getattr(library, f"amem_{verb}")(text))
+    report = library.amem_last_report()
+    if not report:
+        raise InternalError(f"amem_{verb} did not say what it did")
+    did = json.loads(report)
     return Transition(
-        seconds=float(last["seconds"]), bytes=int(last["bytes"]), copied_bytes=int(last["copied_bytes"]), changed=True
+        seconds=float(did["seconds"]),
+        bytes=int(did["bytes"]),
+        copied_bytes=int(did["copied_bytes"]),
+        changed=bool(did["changed"]),
     )
-
-
-def _tag_list(tags: tuple[str, ...]) -> bytes | None:
-    for tag in tags:
-        # The library separates tags by commas and ends at a zero byte.
-        if not tag or "," in tag or "\0" in tag:
-            raise InvalidArgumentError(f"{tag!r} is not a tag: pass each tag as an argument of its own")
-    return ",".join(tags).encode() if tags else None
 
 
 @contextlib.contextmanager
@@ -183,10 +172,19 @@ def paused(*tags: str) -> Iterator[Transition]:
         resume(*tags)
 
 
-def state() -> State:
-    """Where this process stands. Never raises for a process without amem: it is OFF."""
+def state(tag: str | None = None) -> State:
+    """Where a tag stands, or this process, which is PAUSED if any of its tags is.
+
+    It is OFF for a process without amem, and for a tag that does not exist.
+
+    Raises:
+        InvalidArgumentError: the tag can't be one.
+    """
+    text = None if tag is None else _library.tag_list((tag,))
     library = _library.loaded()
-    return State.OFF if library is None else State(library.amem_state())
+    if library is None:
+        return State.OFF
+    return State(library.amem_state() if text is None else library.amem_tag_state(text))
 
 
 def stats() -> Stats:
@@ -207,9 +205,7 @@ def free_host_memory() -> None:
         InvalidStateError: the process is paused, and the memory holds the contents.
         AmemError: anything else. The memory is kept.
     """
-    library = _library.loaded()
-    if library is None:
-        raise _library.not_enabled("amem is not enabled in this process")
+    library = _loaded()
     _library.check(library, "amem_free_host_memory", library.amem_free_host_memory())
 
 

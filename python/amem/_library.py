@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_int, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 
 from . import __version__
-from .errors import CoreError, NotEnabledError, from_status
+from .errors import CoreError, InvalidArgumentError, NotEnabledError, from_status
 
 HOOK = "libamem_hook.so"
 CORE = "libamem_nccl.so"
 
-# What AMEM_ENABLE may say, in any case of letters, to enable amem.
-ENABLE_VALUES = ("1", "true", "on")
+
+class RegionFunctions(ctypes.Structure):
+    """amem_region_t, as addresses: Python calls neither."""
+
+    _fields_ = (("allocate", c_void_p), ("deallocate", c_void_p))
+
 
 # name, restype, argtypes
 FUNCTIONS = (
     ("amem_enable", c_int, ()),
     ("amem_pause", c_int, (c_char_p,)),
     ("amem_resume", c_int, (c_char_p,)),
+    ("amem_last_report", c_char_p, ()),
     ("amem_state", c_int, ()),
+    ("amem_tag_state", c_int, (c_char_p,)),
+    ("amem_region", c_int, (c_char_p, c_int, POINTER(RegionFunctions))),
+    ("amem_memory_state", c_int, (c_void_p,)),
+    ("amem_read_backup", c_int, (c_void_p, c_size_t, c_void_p)),
+    ("amem_backup_pointer", c_int, (c_void_p, c_size_t, POINTER(c_void_p))),
+    ("amem_set_disk_directory", c_int, (c_char_p,)),
     # Not c_char_p: ctypes would make a copy and lose the pointer to free.
     ("amem_stats_json", c_void_p, ()),
     ("amem_free", None, (c_void_p,)),
@@ -105,6 +116,15 @@ def check(library: ctypes.CDLL, what: str, status: int) -> None:
     if status == NotEnabledError.status:
         raise not_enabled(message)
     raise from_status(status, message)
+
+
+def tag_list(tags: tuple[str, ...]) -> bytes | None:
+    """Tags as the library wants them; None for all, which is what no tags mean."""
+    for tag in tags:
+        # The library separates tags by commas and ends at a zero byte.
+        if not isinstance(tag, str) or not tag or "," in tag or "\0" in tag:
+            raise InvalidArgumentError(f"{tag!r} is not a tag: pass each tag as an argument of its own")
+    return ",".join(tags).encode() if tags else None
 
 
 def not_enabled(message: str) -> NotEnabledError:

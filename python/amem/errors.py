@@ -1,4 +1,4 @@
-"""The exceptions that amem raises: one class for each status of the library.
+"""The exceptions that amem raises: one class for each status of the library, and one for torch.
 
 The message is the library's own. It says what was tried, on what, and what
 to do about it.
@@ -6,9 +6,11 @@ to do about it.
 
 from __future__ import annotations
 
+import sys
+
 
 class AmemError(RuntimeError):
-    """Any failure of amem. On failure the process is as it was before."""
+    """Any failure of amem. What failed was not done."""
 
     status: int = 0
 
@@ -62,9 +64,47 @@ class DeadlineError(AmemError, TimeoutError):
 
 
 class OutOfMemoryError(AmemError, MemoryError):
-    """Not enough device memory to resume. The process stays paused: free some, call again."""
+    """Not enough device memory to resume. Nothing is lost: free some, call again.
+
+    Where torch is imported when it is raised, it is a torch.cuda.OutOfMemoryError too.
+    """
 
     status = 9
+
+    @property
+    def needed(self) -> int | None:
+        """Bytes that were needed on the device; None if the message has no figures."""
+        return self._figure("needed")
+
+    @property
+    def free(self) -> int | None:
+        """Bytes that were free on the device."""
+        return self._figure("free")
+
+    def _figure(self, name: str) -> int | None:
+        import re  # slow to import, and this module is imported while Python starts
+
+        found = re.search(r"has (?P<free>\d+) bytes free, (?P<needed>\d+) are needed", str(self))
+        return int(found[name]) if found else None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The class is made anew where this is unpickled, with that process's torch.
+        return out_of_memory, (str(self),)
+
+
+_with_torch: type[OutOfMemoryError] | None = None
+
+
+def out_of_memory(message: str) -> OutOfMemoryError:
+    """An OutOfMemoryError, which is torch's too where torch is imported."""
+    global _with_torch
+    of_torch = getattr(getattr(sys.modules.get("torch"), "cuda", None), "OutOfMemoryError", None)
+    if of_torch is None:
+        return OutOfMemoryError(message)
+    if _with_torch is None:
+        _with_torch = type("OutOfMemoryError", (OutOfMemoryError, of_torch), {"__doc__": OutOfMemoryError.__doc__})
+        _with_torch.__module__ = OutOfMemoryError.__module__
+    return _with_torch(message)
 
 
 class HostMemoryError(AmemError, MemoryError):
@@ -103,6 +143,10 @@ class InternalError(AmemError):
     status = 15
 
 
+class TorchError(AmemError):
+    """torch is missing, or can't hold memory in a region as it is."""
+
+
 BY_STATUS: dict[int, type[AmemError]] = {
     cls.status: cls
     for cls in (
@@ -127,6 +171,8 @@ BY_STATUS: dict[int, type[AmemError]] = {
 
 def from_status(status: int, message: str) -> AmemError:
     """The exception for a status of the library other than AMEM_OK."""
+    if status == OutOfMemoryError.status:
+        return out_of_memory(message)
     error = BY_STATUS.get(status, AmemError)(message)
     error.status = status
     return error

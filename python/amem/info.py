@@ -7,7 +7,7 @@ import sys
 
 import amem
 
-from . import _library
+from . import _env, _library
 from ._cuda import Driver, DriverError
 from ._nccl import Nccl, find
 
@@ -52,7 +52,7 @@ def _state_line(reasons: list[str]) -> str:
     """Tries to enable amem, after a look at whether the environment already did."""
     try:
         before = amem.state()
-        if before is amem.State.OFF and os.environ.get("AMEM_ENABLE", "").lower() in _library.ENABLE_VALUES:
+        if before is amem.State.OFF and os.environ.get("AMEM_ENABLE", "").lower() in _env.ON:
             reasons.append(
                 "AMEM_ENABLE is set but did nothing: Python did not read the .pth file of the wheel "
                 "(-S, -I with a user install, or a folder on PYTHONPATH); call amem.enable() instead"

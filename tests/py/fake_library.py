@@ -16,14 +16,19 @@ import amem
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A tag "status=N" makes pause and resume answer status N.
+# A tag "status=N" makes pause and resume answer status N. A region's memory is
+# the host's: a pause overwrites it, after a copy if there is a backup.
 SOURCE = r"""
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/types.h>
 
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int state, group = 100, frees;
-static char error[200];
+static __thread char error[200], report[200];
+static char directory[200];
 
 static int number(const char *name) {
     const char *value = getenv(name);
@@ -32,7 +37,11 @@ static int number(const char *name) {
 
 static int answer(int status) {
     error[0] = 0;
-    if (status && !number("FAKE_SILENT")) snprintf(error, sizeof error, "fake: status %d", status);
+    if (status && !number("FAKE_SILENT")) {
+        const char *text = getenv("FAKE_MESSAGE");
+        if (text) snprintf(error, sizeof error, "%s", text);
+        else snprintf(error, sizeof error, "fake: status %d", status);
+    }
     return status;
 }
 
@@ -42,18 +51,201 @@ int amem_enable(void) {
     return answer(status);
 }
 
-static int transit(const char *tags, int to) {
-    if (tags && !strncmp(tags, "status=", 7)) return answer(atoi(tags + 7));
-    if (tags && strcmp(tags, "nccl")) return answer(6);
-    if (!state) return answer(1);
-    if (to == 2 && number("FAKE_RESUME")) return answer(number("FAKE_RESUME"));
-    state = to;
+/* Regions. */
+
+enum { REGIONS = 6, BLOCKS = 1000 };
+static struct region { char tag[80]; int backup, paused, allocations, frees; } regions[REGIONS];
+static int count;
+static struct block { char *at, *copy; ssize_t size; int device, region, gone; } blocks[BLOCKS];
+
+static void *allocate(int region, ssize_t size, int device) {
+    if (number("FAKE_FULL")) return NULL;
+    pthread_mutex_lock(&lock);
+    int i = 0;
+    while (blocks[i].at)
+        if (++i == BLOCKS) abort();
+    blocks[i] = (struct block){.at = calloc(1, size), .size = size, .device = device, .region = region};
+    regions[region].allocations++;
+    pthread_mutex_unlock(&lock);
+    return blocks[i].at;
+}
+
+static void deallocate(int region, void *at) {
+    pthread_mutex_lock(&lock);
+    int i = 0;
+    while (blocks[i].at != at)
+        if (++i == BLOCKS) abort();
+    if (blocks[i].region != region) abort();
+    free(blocks[i].copy);
+    free(at);
+    blocks[i].at = NULL;
+    regions[region].frees++;
+    pthread_mutex_unlock(&lock);
+}
+
+#define FUNCTIONS(n)                                                                                  \
+    static void *allocate##n(ssize_t size, int device, void *stream) {                               \
+        return allocate(n, size, device);                                                             \
+    }                                                                                                 \
+    static void deallocate##n(void *at, ssize_t size, int device, void *stream) { deallocate(n, at); }
+FUNCTIONS(0) FUNCTIONS(1) FUNCTIONS(2) FUNCTIONS(3) FUNCTIONS(4) FUNCTIONS(5)
+
+typedef struct {
+    void *(*allocate)(ssize_t, int, void *);
+    void (*deallocate)(void *, ssize_t, int, void *);
+} functions;
+static const functions table[REGIONS] = {{allocate0, deallocate0}, {allocate1, deallocate1},
+                                         {allocate2, deallocate2}, {allocate3, deallocate3},
+                                         {allocate4, deallocate4}, {allocate5, deallocate5}};
+
+int amem_region(const char *tag, int backup, functions *to) {
+    if (!strcmp(tag, "nccl") || strlen(tag) > 64) return answer(6);
+    int i = 0;
+    while (i < count && (strcmp(regions[i].tag, tag) || regions[i].backup != backup)) i++;
+    if (i == REGIONS) return answer(7);
+    if (i == count) {
+        strcpy(regions[i].tag, tag);
+        regions[i].backup = backup;
+        count++;
+    }
+    *to = table[i];
     return answer(0);
 }
 
-int amem_pause(const char *tags) { return transit(tags, 3); }
-int amem_resume(const char *tags) { return transit(tags, 2); }
-int amem_state(void) { return state; }
+static struct block *find(const void *at) {
+    for (int i = 0; i < BLOCKS; i++)
+        if (blocks[i].at && (char *)at >= blocks[i].at && (char *)at < blocks[i].at + blocks[i].size) return &blocks[i];
+    return NULL;
+}
+
+int amem_memory_state(const void *at) {
+    struct block *block = find(at);
+    return !block ? 0 : block->gone ? 3 : 2;
+}
+
+int amem_backup_pointer(const void *at, size_t size, const void **to) {
+    struct block *block = find(at);
+    if (!block || (char *)at + size > block->at + block->size || !block->gone || !block->copy) return answer(7);
+    if (number("FAKE_SPLIT")) return answer(7);
+    *to = block->copy + ((char *)at - block->at);
+    return answer(0);
+}
+
+int amem_read_backup(const void *at, size_t size, void *to) {
+    struct block *block = find(at);
+    if (!block || (char *)at + size > block->at + block->size || !block->gone || !block->copy) return answer(7);
+    memcpy(to, block->copy + ((char *)at - block->at), size);
+    return answer(0);
+}
+
+int amem_set_disk_directory(const char *path) {
+    if (number("FAKE_DISK")) return answer(number("FAKE_DISK"));
+    snprintf(directory, sizeof directory, "%s", path);
+    return answer(0);
+}
+
+const char *fake_directory(void) { return directory; }
+
+/* "tag/backup: allocations-frees, bytes on each of four devices" */
+const char *fake_regions(void) {
+    static char text[2000];
+    char *end = text;
+    end += sprintf(end, "{");
+    for (int r = 0; r < count; r++) {
+        long bytes[4] = {0};
+        for (int i = 0; i < BLOCKS; i++)
+            if (blocks[i].at && blocks[i].region == r) bytes[blocks[i].device] += blocks[i].size;
+        end += sprintf(end, "%s\"%s/%d\": [%d, %d, [%ld, %ld, %ld, %ld]]", r ? ", " : "", regions[r].tag,
+                       regions[r].backup, regions[r].allocations, regions[r].frees, bytes[0], bytes[1], bytes[2],
+                       bytes[3]);
+    }
+    sprintf(end, "}");
+    return text;
+}
+
+/* Pause and resume. */
+
+static int named(const char *tags, const char *tag) {
+    size_t length = strlen(tag);
+    for (const char *at = tags; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+        if (!strncmp(at, tag, length) && (!at[length] || at[length] == ',')) return 1;
+    return !tags;
+}
+
+static int known(const char *tags) {
+    for (const char *at = tags; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL) {
+        char tag[80] = "";
+        strncpy(tag, at, strcspn(at, ",") < 79 ? strcspn(at, ",") : 79);
+        int found = !strcmp(tag, "nccl");
+        for (int r = 0; r < count; r++) found |= !strcmp(tag, regions[r].tag);
+        if (!found) return 0;
+    }
+    return 1;
+}
+
+static void move(struct block *block, int out) {
+    if (block->gone == out) return;
+    if (out) {
+        if (regions[block->region].backup) {
+            block->copy = malloc(block->size);
+            memcpy(block->copy, block->at, block->size);
+        }
+        memset(block->at, 0xdd, block->size);
+    } else if (block->copy) {
+        memcpy(block->at, block->copy, block->size);
+        free(block->copy);
+        block->copy = NULL;
+    }
+    block->gone = out;
+}
+
+static int transit(const char *tags, int to) {
+    int changed = 0;
+    report[0] = 0;
+    if (tags && !strncmp(tags, "status=", 7)) return answer(atoi(tags + 7));
+    if (!known(tags)) return answer(6);
+    if (!state && !count) return answer(1);
+    if (to == 2 && number("FAKE_RESUME")) return answer(number("FAKE_RESUME"));
+    if (state && named(tags, "nccl")) {
+        changed = state != to;
+        state = to;
+    }
+    for (int r = 0; r < count; r++)
+        if (named(tags, regions[r].tag)) {
+            changed |= regions[r].paused != (to == 3);
+            regions[r].paused = to == 3;
+            for (int i = 0; i < BLOCKS; i++)
+                if (blocks[i].at && blocks[i].region == r) move(&blocks[i], to == 3);
+        }
+    if (!changed) strcpy(report, "{\"changed\": false, \"seconds\": 0, \"bytes\": 0, \"copied_bytes\": 0}");
+    else if (to == 3) strcpy(report, "{\"changed\": true, \"seconds\": 0.25, \"bytes\": 4096, \"copied_bytes\": 512}");
+    else strcpy(report, "{\"changed\": true, \"seconds\": 0.5, \"bytes\": 8192, \"copied_bytes\": 1024}");
+    return answer(0);
+}
+
+static int locked(const char *tags, int to) {
+    pthread_mutex_lock(&lock);
+    int status = transit(tags, to);
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+int amem_pause(const char *tags) { return locked(tags, 3); }
+int amem_resume(const char *tags) { return locked(tags, 2); }
+const char *amem_last_report(void) { return number("FAKE_SILENT") ? "" : report; }
+
+int amem_state(void) {
+    for (int r = 0; r < count; r++)
+        if (regions[r].paused) return 3;
+    return state ? state : count ? 2 : 0;
+}
+
+int amem_tag_state(const char *tag) {
+    if (!strcmp(tag, "nccl")) return state;
+    for (int r = 0; r < count; r++)
+        if (!strcmp(tag, regions[r].tag)) return regions[r].paused ? 3 : 2;
+    return 0;
+}
 
 char *amem_stats_json(void) {
     if (answer(number("FAKE_STATS"))) return NULL;
@@ -94,14 +286,15 @@ def build(folder: Path, release: str = "") -> Path:
     source.write_text(SOURCE)
     target = folder / "libamem_hook.so"
     command = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", f'-DVERSION="{release or amem.__version__}"']
-    command += ["-Wl,-soname,libamem_hook.so", "-o", str(target), str(source)]
+    command += ["-pthread", "-Wl,-soname,libamem_hook.so", "-o", str(target), str(source)]
     subprocess.run(command, check=True, timeout=60)
     return target
 
 
 def run(script: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script with `import amem` done, and the libraries of the folder."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("AMEM_", "NCCL_", "FAKE_", "LD_PRELOAD"))}
+    given = ("AMEM_", "NCCL_", "FAKE_", "LD_PRELOAD", "PYTORCH_", "TMS_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(given)}
     return subprocess.run(
         # Without site, what other packages' .pth files import is not seen.
         [sys.executable, "-S", "-c", "import amem, json, sys\n" + script],

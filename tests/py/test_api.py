@@ -9,6 +9,14 @@ import pytest
 import fake_library
 from fake_library import result, run
 
+# Two tags, as a program in C would make them.
+REGIONS = """
+import ctypes
+from amem import _library
+for tag in (b"weights", b"kv"):
+    assert _library.load().amem_region(tag, 1, ctypes.byref(_library.RegionFunctions())) == 0
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,6 +54,73 @@ print(json.dumps([dataclasses.astuple(step) for step in steps]))
 """
     unchanged = [0.0, 0, 0, False]
     assert result(script, folder) == [[0.25, 4096, 512, True], unchanged, [0.5, 8192, 1024, True], unchanged]
+
+
+def test_a_report_that_is_missing_is_an_error(folder: Path) -> None:
+    assert "InternalError: amem_pause did not say" in run("amem.enable(); amem.pause()", folder, FAKE_SILENT="1").stderr
+
+
+def test_each_thread_gets_the_report_of_its_own_call(folder: Path) -> None:
+    script = """
+import threading
+amem.enable()
+amem.pause()
+reports = []
+thread = threading.Thread(target=lambda: reports.append(amem.resume()))
+thread.start()
+thread.join()
+print(json.dumps([reports[0].bytes, amem.resume().changed]))
+"""
+    assert result(script, folder) == [8192, False]
+
+
+def test_tags_pause_and_resume_on_their_own(folder: Path) -> None:
+    script = (
+        REGIONS
+        + """
+def states():
+    return [amem.state(tag).name for tag in (None, "nccl", "weights", "kv", "other")]
+amem.enable()
+seen = [states()]
+for step in (amem.pause, amem.resume):
+    for tags in [("weights",), ("kv", "nccl"), ()]:
+        step(*tags)
+        seen.append(states())
+print(json.dumps(seen))
+"""
+    )
+    active, paused = "ACTIVE", "PAUSED"
+    assert result(script, folder) == [
+        [active, active, active, active, "OFF"],
+        [paused, active, paused, active, "OFF"],
+        [paused, paused, paused, paused, "OFF"],
+        [paused, paused, paused, paused, "OFF"],
+        [paused, paused, active, paused, "OFF"],
+        [active, active, active, active, "OFF"],
+        [active, active, active, active, "OFF"],
+    ]
+
+
+def test_regions_pause_where_nccl_is_not_enabled(folder: Path) -> None:
+    script = REGIONS + "amem.pause('kv'); print(json.dumps([amem.state('kv').name, amem.state('nccl').name]))"
+    assert result(script, folder) == ["PAUSED", "OFF"]
+
+
+def test_the_state_of_a_tag_needs_no_library(folder: Path) -> None:
+    assert result("print(json.dumps([amem.state('weights').name]))", folder) == ["OFF"]
+    assert "InvalidArgumentError" in run("amem.state('a,b')", folder).stderr
+
+
+def test_paused_takes_the_tags(folder: Path) -> None:
+    script = (
+        REGIONS
+        + """
+with amem.paused("kv"):
+    inside = [amem.state("kv").name, amem.state("weights").name]
+print(json.dumps([inside, amem.state("kv").name]))
+"""
+    )
+    assert result(script, folder) == [["PAUSED", "ACTIVE"], "ACTIVE"]
 
 
 def test_a_transition_can_not_be_altered(folder: Path) -> None:
@@ -115,12 +190,13 @@ def test_paused_resumes_when_interrupted_after_the_pause(folder: Path) -> None:
     script = """
 from amem import _api
 amem.enable()
-read, states = _api._read_stats, []
-def interrupted(library):
-    _api._read_stats = read
+transit, states = _api._transit, []
+def interrupted(*arguments):
+    _api._transit = transit
+    transit(*arguments)
     states.append(amem.state().name)
     raise KeyboardInterrupt
-_api._read_stats = interrupted
+_api._transit = interrupted
 try:
     with amem.paused():
         states.append("the body ran")
@@ -205,19 +281,3 @@ print(json.dumps(sorted(set(re.findall(r"/\\S*libamem_hook.so", open("/proc/self
 """
     preloaded = fake_library.build(tmp_path)
     assert result(script, folder, LD_PRELOAD=str(preloaded)) == [str(preloaded)]
-
-
-def test_a_child_forked_during_a_pause_does_not_hang(folder: Path) -> None:
-    script = """
-import os, signal, threading
-from amem import _api
-amem.enable()
-_api._transition.acquire()  # as another thread in the middle of a pause has
-child = os.fork()
-if child == 0:
-    signal.alarm(10)
-    amem.pause()
-    os._exit(7)
-print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-"""
-    assert result(script, folder) == 7

@@ -75,3 +75,49 @@ print(*sorted(set(sys.modules) - before))
     imported = set(done.stdout.split())
     assert "amem._library" in imported
     assert {name.partition(".")[0] for name in imported} <= {"amem", "ctypes", "_ctypes", "struct", "_struct"}
+
+
+COMPAT = """
+import amem._autoenable
+try:
+    import torch_memory_saver
+    print(json.dumps([amem.state().name, type(torch_memory_saver.torch_memory_saver).__module__]))
+except ImportError:
+    print(json.dumps([amem.state().name, None]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({"AMEM_COMPAT_TMS": "1"}, ["OFF", "amem._tms"]),
+        ({"AMEM_COMPAT_TMS": "on", "AMEM_ENABLE": "1"}, ["ACTIVE", "amem._tms"]),
+        ({"AMEM_COMPAT_TMS": "0", "AMEM_ENABLE": "1"}, ["ACTIVE", None]),
+        ({}, ["OFF", None]),
+    ],
+)
+def test_compat_is_a_switch_of_its_own(folder: Path, env: dict[str, str], found: list[str]) -> None:
+    assert result(COMPAT, folder, **env) == found
+
+
+def test_another_value_of_compat_is_reported(folder: Path) -> None:
+    done = run(COMPAT, folder, AMEM_COMPAT_TMS="ture")
+    assert done.stdout == '["OFF", null]\n'
+    assert done.stderr == "amem: not in the place of torch_memory_saver: AMEM_COMPAT_TMS=ture is neither 1 nor 0\n"
+
+
+def test_a_preloaded_torch_memory_saver_is_one_line_and_no_more(folder: Path) -> None:
+    script = "import os\nos.environ['LD_PRELOAD'] = '/x/torch_memory_saver_hook_mode_preload.abi3.so'\n"
+    done = run(script + COMPAT, folder, AMEM_COMPAT_TMS="1")
+    assert done.stdout == '["OFF", null]\n'
+    assert "LD_PRELOAD has /x/torch_memory_saver_hook_mode_preload.abi3.so" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_compat_unused_imports_nothing_of_its_implementation(folder: Path) -> None:
+    script = """
+import amem._autoenable
+import colorsys
+print(json.dumps([name for name in ("amem._tms", "amem._regions", "ctypes", "torch") if name in sys.modules]))
+"""
+    assert result(script, folder, AMEM_COMPAT_TMS="1") == []

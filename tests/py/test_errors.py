@@ -10,6 +10,7 @@ import pytest
 from amem import errors
 
 import fake_library
+import fake_torch
 from fake_library import ROOT, result, run
 
 
@@ -80,6 +81,58 @@ def test_errors_survive_the_way_from_a_worker_to_the_driver(status: int) -> None
     assert type(error) is errors.BY_STATUS.get(status, errors.AmemError)
     assert str(error) == "what and why"
     assert error.status == status
+
+
+OUT_OF_MEMORY = "resume: GPU 3 has 1024 bytes free, 65536 are needed: free some and call again"
+RESUME = """
+amem.enable()
+amem.pause()
+try:
+    amem.resume()
+except amem.OutOfMemoryError as raised:
+    error = raised
+"""
+
+
+def test_out_of_memory_has_the_figures_of_its_message(folder: Path) -> None:
+    script = RESUME + "print(json.dumps([error.needed, error.free, error.status, amem.state().name]))"
+    found = result(script, folder, FAKE_RESUME="9", FAKE_MESSAGE=OUT_OF_MEMORY)
+    assert found == [65536, 1024, 9, "PAUSED"]
+
+
+def test_out_of_memory_without_figures_has_none(folder: Path) -> None:
+    script = RESUME + "print(json.dumps([error.needed, error.free]))"
+    assert result(script, folder, FAKE_RESUME="9") == [None, None]
+
+
+def test_out_of_memory_is_torchs_too_where_torch_is_imported(folder: Path) -> None:
+    script = """
+import pickle
+amem.enable()
+found = []
+for torch in (None, fake_torch):
+    if torch:
+        torch.install()
+    amem.pause()
+    for _ in range(2):  # again, since nothing is lost
+        try:
+            amem.resume()
+        except amem.OutOfMemoryError as error:
+            assert isinstance(error, (amem.AmemError, MemoryError))
+            again = pickle.loads(pickle.dumps(error))
+            assert type(again) is type(error) and again.needed == 65536 and again.status == 9
+            found.append([isinstance(error, fake_torch.OutOfMemoryError), repr(error)])
+print(json.dumps(found))
+"""
+    prelude = fake_torch.PRELUDE.replace("fake_torch.install()", "")
+    found = result(prelude + script, folder, FAKE_RESUME="9", FAKE_MESSAGE=OUT_OF_MEMORY)
+    text = f"OutOfMemoryError({OUT_OF_MEMORY!r})"
+    assert found == [[False, text]] * 2 + [[True, text]] * 2
+
+
+def test_amem_does_not_import_torch_for_an_error(folder: Path) -> None:
+    script = RESUME + "print(json.dumps('torch' in sys.modules))"
+    assert result(script, folder, FAKE_RESUME="9") is False
 
 
 def test_a_failure_without_a_message_still_names_the_call(folder: Path) -> None:

@@ -1,0 +1,550 @@
+"""Regions of torch memory: which of torch's pools a thread allocates from.
+
+torch gets a pool's memory from two functions, and those of a region make
+memory of its tag. So what tag memory has is settled by its pool, whichever
+thread uses that.
+
+What torch's pools can't do decides the rest:
+
+- A pool can be in use once at a time. So each `with` of a region has pools of
+  its own, one a device.
+- Of two pools in use on a thread, torch up to 2.9 takes the outer one. So the
+  pools of an outer region are out of use while an inner one is entered.
+- torch ends the process if a pool object is destroyed while any pool is in use
+  or a graph is captured. So none ever is: close() does what is needed of it.
+- While a pool is in use, torch gives no cached memory back when it runs out.
+  So nothing is left in use that need not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from . import _library
+from .errors import InternalError, InvalidArgumentError, InvalidStateError, TorchError
+
+__all__ = ["Backup", "Region", "cuda_graph", "current_region", "disable", "region"]
+
+Backup = Literal["cpu", "none", "disk"]
+BACKUPS = {"none": 0, "cpu": 1, "disk": 2}  # amem_backup_t
+
+# If so much has become unused while a region was entered, its pools are closed
+# when it is left, since torch would keep that for the region. Otherwise the next
+# entry goes on with them, and many entries waste nothing.
+UNUSED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Region:
+    """Torch memory of one tag. amem.region() makes it, and says how it is used."""
+
+    tag: str
+    backup: Backup
+
+    def __enter__(self) -> Region:
+        torch = _torch()
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidStateError(
+                f"region {self.tag}: a CUDA graph is being captured, whose memory must be its own: "
+                "capture it with amem.cuda_graph()"
+            )
+        _push(self, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop(self)
+
+
+def region(tag: str, backup: Backup = "cpu") -> Region:
+    """Torch memory that is allocated inside pauses and resumes with the tag.
+
+        with amem.region("weights"):
+            model = Model().cuda()
+        amem.pause("weights")
+        amem.resume("weights")
+
+    It covers all devices, and what the entering thread allocates, backward()
+    included, for which autograd's threads are off inside. Another thread
+    enters for itself: with the same object, or with current_region(). In
+    nested regions the innermost counts.
+
+    Args:
+        tag: 1 to 64 bytes, without commas. "nccl" is taken.
+        backup: what a pause does with the contents. "cpu" keeps them in pinned
+            host memory, "disk" in a file (set_disk_directory()); "none" loses
+            them, and the memory has any contents after resume().
+
+    Raises:
+        InvalidArgumentError: of the tag or the backup, here or on entry.
+        TorchError: on entry; torch is missing or can't do it.
+        CoreError: on entry; the library is missing or of another release.
+        InvalidStateError: on entry; a CUDA graph is being captured.
+        AmemError: anything else, on entry.
+    """
+    _library.tag_list((tag,))
+    if backup not in BACKUPS:
+        raise InvalidArgumentError(f"{backup!r} is not a backup: it is one of {', '.join(map(repr, BACKUPS))}")
+    return Region(tag, backup)
+
+
+@contextlib.contextmanager
+def disable() -> Iterator[None]:
+    """Inside a region: torch allocates ordinary memory again, until this ends."""
+    owner = object()
+    _push(owner, None)
+    try:
+        yield
+    finally:
+        _pop(owner)
+
+
+def current_region() -> Region | None:
+    """The region that this thread is in, or None, for a thread that it starts to enter too.
+
+    There, enter `current_region() or contextlib.nullcontext()`, called here.
+    """
+    frames = _thread.frames
+    return frames[-1].region if frames else None
+
+
+@contextlib.contextmanager
+def cuda_graph(
+    graph: Any,
+    tag: str,
+    backup: Backup = "cpu",
+    *,
+    pool: Any = None,
+    stream: Any = None,
+    capture_error_mode: str = "global",
+) -> Iterator[None]:
+    """torch.cuda.graph(), with memory that pauses and resumes with the tag.
+
+    Whether a region is entered does not matter. Graphs that are given the same
+    pool share memory, as with torch.cuda.graph(); the pool is one that
+    torch.cuda.graph_pool_handle() or the pool() of such a graph gave.
+
+    Without it, a graph has ordinary memory, also inside of a region. While
+    paused, the graph must not be replayed.
+
+    Raises:
+        InvalidStateError: the graphs that used the pool are gone.
+        AmemError: as region().
+    """
+    wanted = region(tag, backup)
+    torch = _torch()
+    memory = _memory(torch, wanted)
+    used = torch.cuda.graph.default_capture_stream if stream is None else stream
+    device = torch.cuda.current_device() if used is None else used.device_index
+    own = memory.graph_pool(torch, pool, device)
+    # What torch allocates for the graph before it captures is not a region's.
+    with disable():
+        try:
+            with torch.cuda.graph(graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode):
+                yield
+        finally:
+            if pool is None:
+                # Only the graph keeps its memory now, as torch has it.
+                torch._C._cuda_releasePool(device, own.id)
+
+
+def tags() -> list[str]:
+    """The tags of the regions that were entered, and of graphs."""
+    with _lock:
+        return list(dict.fromkeys(tag for tag, _ in _memories))
+
+
+def replace(wanted: Region | None) -> None:
+    """Puts this thread into another region, or out of any, until the innermost `with` of one ends."""
+    frames = _thread.frames
+    if not frames:
+        if wanted is not None:
+            _push(None, wanted)
+        return
+    frame = frames[-1]
+    if frame.region == wanted:
+        return
+    old, new = frame.pools, _take(wanted)
+    try:
+        _switch(old, new)
+    except BaseException:
+        _give(new)
+        raise
+    frame.region, frame.pools = wanted, new
+    if wanted is not None and frame.autograd is None:
+        frame.autograd = _single_threaded_autograd()
+    _give(old)
+
+
+def trim(paused: tuple[str, ...]) -> None:
+    """Before a pause of these tags, or of all: gives back what torch holds and does not use.
+
+    It would be copied and kept with the rest. And what is allocated while
+    paused must not come from segments that are gone, so this thread's regions
+    get new pools. Other threads' do when they are entered again.
+    """
+    with _lock:
+        memories = [memory for (tag, _), memory in _memories.items() if not paused or tag in paused]
+        closing = [pools for memory in memories for pools in memory.idle]
+        for memory in memories:
+            memory.idle.clear()
+            for pools in memory.taken:
+                pools.outdated = True
+            memory.taken.clear()
+    frames = _thread.frames
+    if frames:
+        _switch(frames[-1].pools, None)
+        try:
+            for frame in frames:
+                if frame.pools is not None and frame.pools.outdated:
+                    closing.append(frame.pools)
+                    frame.pools = _take(frame.region)
+        finally:
+            _switch(None, frames[-1].pools)
+    _close(closing)
+
+
+class _Memory:
+    """The memory of a tag and a backup, and the pools there are of it."""
+
+    def __init__(self, torch: Any, wanted: Region) -> None:
+        library = _library.load()
+        functions = _library.RegionFunctions()
+        status = library.amem_region(wanted.tag.encode(), BACKUPS[wanted.backup], ctypes.byref(functions))
+        _library.check(library, "amem_region", status)
+        self.allocator = torch._C._cuda_customAllocator(functions.allocate, functions.deallocate)
+        _keep(self.allocator)  # torch up to 2.9 has a mere pointer to it
+        self.idle: list[_Pools] = []
+        self.taken: set[_Pools] = set()
+        self._graphs: dict[tuple[tuple[int, int], int], Any] = {}
+
+    def graph_pool(self, torch: Any, handle: Any, device: int) -> Any:
+        """The pool that graphs with this handle share; None: a new one."""
+        key = None if handle is None else ((handle[0], handle[1]), device)
+        pool = None if key is None else self._graphs.get(key)
+        if pool is None:
+            pool = _new_pool(torch, self.allocator, device)
+            # pool() of a graph that uses it is a handle too.
+            self._graphs[(pool.id, device)] = pool
+            if key is not None:
+                self._graphs[key] = pool
+        elif not _is_alive(pool):
+            raise InvalidStateError(f"the graphs whose memory pool {handle} was are gone: pass another pool")
+        return pool
+
+
+class _Pools:
+    """A pool on each device, for one `with` at a time."""
+
+    def __init__(self, torch: Any, memory: _Memory | None) -> None:
+        """memory: None for ordinary memory."""
+        allocator = None if memory is None else memory.allocator
+        self.memory = memory
+        self.pools = [_new_pool(torch, allocator, device) for device in range(torch.cuda.device_count())]
+        self.unused_before = 0
+        self.outdated = False  # to be closed when it ends
+        self._torch = torch
+        self._use = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """This thread allocates from them from now on."""
+        with contextlib.ExitStack() as use:
+            for device, pool in enumerate(self.pools):
+                use.enter_context(self._torch.cuda.use_mem_pool(pool, device))
+            self._use = use.pop_all()
+
+    def stop(self) -> None:
+        self._use.close()
+
+    def close(self) -> None:
+        """torch may give back what is unused, and later what becomes so. start() must not be called again."""
+        for device, pool in enumerate(self.pools):
+            self._torch._C._cuda_releasePool(device, pool.id)
+
+
+@dataclass
+class _Frame:
+    """A `with` of a region, or of disable(), that this thread is in."""
+
+    owner: object
+    region: Region | None
+    pools: _Pools | None
+    autograd: Any = None  # its __exit__() makes the thread's autograd what it was
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+_thread = _Thread()
+# Guards _memories, and which pools are idle or taken. Never held across a call
+# of torch that may wait.
+_lock = threading.Lock()
+_memories: dict[tuple[str, Backup], _Memory] = {}
+_ordinary: _Pools | None = None
+_ordinary_lock = threading.Lock()
+_checked: Any = None
+_forked = False
+
+
+def _forget() -> None:
+    """In a child of fork(), which has no CUDA: there is nothing to trim, and no lock that another thread holds."""
+    global _lock, _ordinary_lock, _forked
+    _lock, _ordinary_lock, _forked = threading.Lock(), threading.Lock(), True
+    _memories.clear()
+    _thread.frames.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _push(owner: object, wanted: Region | None) -> None:
+    frames = _thread.frames
+    if wanted is not None and not frames:
+        _allocate_workspace(_torch())
+    pools = _take(wanted)
+    try:
+        _switch(frames[-1].pools if frames else None, pools)
+    except BaseException:
+        _give(pools)
+        raise
+    frame = _Frame(owner, wanted, pools)
+    frames.append(frame)
+    if wanted is not None:
+        frame.autograd = _single_threaded_autograd()
+
+
+def _allocate_workspace(torch: Any) -> None:
+    """Makes torch allocate cuBLAS's workspace for the current stream now.
+
+    It does so at a stream's first product, and uses it for all later ones: it
+    must not be a region's, or products would use paused memory.
+    """
+    if torch._C._cuda_hasPrimaryContext(torch._C._cuda_getDevice()):  # else that would start CUDA on this device
+        torch.cuda.current_blas_handle()
+
+
+def _single_threaded_autograd() -> Any:
+    """Makes backward() run on the thread that calls it, until the __exit__() of what this returns.
+
+    autograd's own threads would allocate outside of the region.
+    """
+    return _torch().autograd.set_multithreading_enabled(False)
+
+
+def _pop(owner: object) -> None:
+    frames = _thread.frames
+    for index in reversed(range(len(frames))):
+        if frames[index].owner is owner:
+            break
+    else:
+        if _forked:
+            return
+        raise InvalidStateError("a region was left on another thread than it was entered on, which is in it still")
+    frame = frames.pop(index)
+    if frame.autograd is not None:
+        frame.autograd.__exit__(None, None, None)
+    if index == len(frames):
+        _switch(frame.pools, frames[-1].pools if frames else None)
+    _give(frame.pools)
+
+
+def _switch(old: _Pools | None, new: _Pools | None) -> None:
+    """On failure, old is in use as before."""
+    if old is not None:
+        old.stop()
+    if new is not None:
+        try:
+            new.start()
+        except BaseException:
+            if old is not None:
+                old.start()
+            raise
+
+
+def _take(wanted: Region | None) -> _Pools | None:
+    """Pools for a `with` of this thread; _give() is its counterpart."""
+    if wanted is None:
+        return None
+    torch = _torch()
+    memory = _memory(torch, wanted)
+    with _lock:
+        pools = memory.idle.pop() if memory.idle else None
+        if pools is not None:
+            memory.taken.add(pools)
+    if pools is None:
+        pools = _Pools(torch, memory)
+        with _lock:
+            memory.taken.add(pools)
+    pools.unused_before = _unused_bytes(torch)
+    return pools
+
+
+def _give(pools: _Pools | None) -> None:
+    if pools is None or pools.memory is None:
+        return
+    wasteful = _unused_bytes(_torch()) - pools.unused_before > UNUSED_BYTES
+    with _lock:
+        pools.memory.taken.discard(pools)
+        done = pools.outdated or wasteful
+        if not done:
+            pools.memory.idle.append(pools)
+    if done:
+        _close([pools])
+
+
+def _unused_bytes(torch: Any) -> int:
+    """What torch holds of the current device and does not use.
+
+    A pool's own figure is in its snapshot() alone, which, up to 2.11 at least,
+    takes references away from its arguments and so in the end breaks Python.
+    """
+    stats = torch.cuda.memory_stats(torch.cuda.current_device())
+    return int(stats.get("reserved_bytes.all.current", 0) - stats.get("active_bytes.all.current", 0))
+
+
+def _close(closing: list[_Pools]) -> None:
+    """Closes pools that are not in use, and gives their unused memory back."""
+    global _ordinary
+    if not closing:
+        return
+    torch = _torch()
+    for pools in closing:
+        pools.close()
+    with _ordinary_lock:
+        if _ordinary is None:
+            _ordinary = _Pools(torch, None)
+        # While any pool is in use, torch (to 2.11) empties the closed ones
+        # only, and keeps the cache of ordinary memory.
+        _ordinary.start()
+        try:
+            # Where torch can't do it now, the memory is paused with the rest.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.memory.empty_cache()
+        finally:
+            _ordinary.stop()
+
+
+def _memory(torch: Any, wanted: Region) -> _Memory:
+    key = (wanted.tag, wanted.backup)
+    with _lock:
+        memory = _memories.get(key)
+        if memory is None:
+            memory = _memories[key] = _Memory(torch, wanted)
+    return memory
+
+
+def _new_pool(torch: Any, allocator: Any, device: int) -> Any:
+    """Made in a thread of its own, whose current device it can change.
+
+    torch makes a pool for the current device. The caller's could not be set
+    back without CUDA starting on it, which takes hundreds of megabytes.
+    """
+    made: list[Any] = []
+
+    def make() -> None:
+        try:
+            torch.cuda._maybe_exchange_device(device)
+            current = torch._C._cuda_getDevice()
+            if current != device:
+                raise InternalError(f"torch took GPU {current} for GPU {device}")
+            made.append(torch.cuda.MemPool(allocator))
+            _keep(made[0])
+        except BaseException as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, name="amem-pool")
+    thread.start()
+    thread.join()
+    if isinstance(made[-1], BaseException):
+        raise made[-1]
+    return made[0]
+
+
+def _is_alive(pool: Any) -> bool:
+    try:
+        return bool(pool.use_count() > 0)
+    except RuntimeError:  # torch has forgotten it
+        return False
+
+
+def _keep(thing: Any) -> None:
+    """Keeps Python from destroying it, even at its end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _torch() -> Any:
+    """torch, with CUDA started as far as regions need it."""
+    global _checked
+    if _checked is None:
+        try:
+            import torch
+        except ImportError as error:
+            raise TorchError(f"a region needs PyTorch, which can't be imported ({error}): pip install torch") from error
+        _check(torch)
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:
+            raise TorchError(f"a region needs a CUDA device, and torch has none: {error}") from error
+        if _release(torch) < (2, 11):
+            _separate_graphs(torch)
+        _checked = torch
+    return _checked
+
+
+def _release(torch: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def _separate_graphs(torch: Any) -> None:
+    """Puts a thread's regions out of use while it captures a CUDA graph.
+
+    Up to torch 2.9, and in some builds that call themselves 2.10, a region's
+    pool comes before the graph's: the graph would get memory that the region
+    gives to others afterwards.
+    """
+    graph_class = torch.cuda.CUDAGraph
+    begin, end = graph_class.capture_begin, graph_class.capture_end
+
+    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+        _push(graph, None)
+        try:
+            begin(graph, *args, **kwargs)
+        except BaseException:
+            _pop(graph)
+            raise
+
+    def capture_end(graph: Any) -> None:
+        try:
+            end(graph)
+        finally:
+            if any(frame.owner is graph for frame in _thread.frames):
+                _pop(graph)
+
+    graph_class.capture_begin, graph_class.capture_end = capture_begin, capture_end
+
+
+def _check(torch: Any) -> None:
+    here = f"this is PyTorch {torch.__version__}"
+    if not torch.version.cuda:
+        raise TorchError(f"{here}, without CUDA: install one for CUDA, see https://pytorch.org")
+    # Before 2.8, a pool in use caught other threads' memory too.
+    if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
+        raise TorchError(f"{here}: regions need 2.8 or later; pip install 'torch>=2.8'")
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") is not None:
+        raise TorchError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, which keeps torch from using pools: unset it")
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        raise TorchError(f"torch allocates with {backend}: regions need backend:native in PYTORCH_CUDA_ALLOC_CONF")
+    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if _release(torch) < (2, 10) and "expandable_segments:true" in conf.replace(" ", "").lower():
+        raise TorchError(
+            f"{here}, whose pools can't be used with expandable_segments:True: "
+            "take it out of PYTORCH_CUDA_ALLOC_CONF, or pip install 'torch>=2.10'"
+        )

@@ -1,0 +1,513 @@
+"""torch_memory_saver's modules, made of amem. amem.compat puts them in place.
+
+Callers rely on some semantics of the original that amem's own functions don't
+have: an unknown tag is no error, "all" means torch's memory and not NCCL's, and
+get_cpu_backup() of what is not paused is None. Where the original ends the
+process, these raise amem's exceptions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from . import _api, _backup, _library, _regions
+from .errors import AmemError, CoreError, InvalidArgumentError
+
+CpuBackupBackend = Literal["mmap", "pinned"]
+HookMode = Literal["preload", "torch"]
+
+DEFAULT_TAG = "default"
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "")
+    if value.lower() in ("1", "true", "yes"):
+        return True
+    if value.lower() in ("", "0", "false", "no"):
+        return False
+    raise InvalidArgumentError(f"{name}={value} is neither 1 nor 0")
+
+
+class _Config(threading.local):
+    """What a thread allocates: torch_memory_saver has it in parts, which callers set one by one."""
+
+    def __init__(self) -> None:
+        self.tag = DEFAULT_TAG
+        self.interesting = False
+        self.cpu_backup = _flag("TMS_INIT_ENABLE_CPU_BACKUP")
+        self.disk_backup = _flag("TMS_INIT_ENABLE_DISK_BACKUP")
+        self.backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned"
+
+    def region(self) -> _regions.Region:
+        return _regions.region(self.tag, _backup_of(self.cpu_backup, self.disk_backup))
+
+    def apply(self) -> None:
+        _regions.replace(self.region() if self.interesting else None)
+
+    @contextlib.contextmanager
+    def changed(self, **parts: Any) -> Iterator[None]:
+        """With these parts, in which the thread is already."""
+        before = dict(vars(self))
+        vars(self).update(parts)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+_config = _Config()
+
+
+def _backup_of(cpu: bool, disk: bool) -> _regions.Backup:
+    return "cpu" if cpu else "disk" if disk else "none"
+
+
+class TorchMemorySaver:
+    def __init__(self) -> None:
+        # Callers take None for "not used in this process".
+        self._impl: _Impl | None = None
+        self._hook_mode: HookMode = "preload"
+
+    @contextlib.contextmanager
+    def region(
+        self,
+        tag: str = DEFAULT_TAG,
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        """amem.region(). Both backends of a CPU backup are amem's pinned memory."""
+        _check_backend(enable_cpu_backup, cpu_backup_backend)
+        if enable_cpu_backup and enable_disk_backup:
+            raise InvalidArgumentError("enable_cpu_backup and enable_disk_backup exclude each other")
+        with self._ensure_initialized().region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend):
+            yield
+
+    @contextlib.contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: Any,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        tag: str = DEFAULT_TAG,
+        enable_cpu_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        """amem.cuda_graph()."""
+        _check_backend(enable_cpu_backup, cpu_backup_backend)
+        impl = self._ensure_initialized()
+        with impl.cuda_graph(cuda_graph, pool, stream, capture_error_mode, tag, enable_cpu_backup, cpu_backup_backend):
+            yield
+
+    @contextlib.contextmanager
+    def disable(self) -> Iterator[None]:
+        """amem.disable(). Outside of a region it does nothing."""
+        with self._ensure_initialized().disable():
+            yield
+
+    def pause(self, tag: str | None = None) -> None:
+        """amem.pause() of one tag, or of all but NCCL's. An unknown tag does nothing."""
+        self._ensure_initialized().pause(tag)
+
+    def resume(self, tag: str | None = None) -> None:
+        """amem.resume() of one tag, or of all but NCCL's. An unknown tag does nothing."""
+        self._ensure_initialized().resume(tag)
+
+    def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
+        """amem.cpu_backup() of a paused tensor; None for one that is not.
+
+        With retain_cpu_backup, for one that is not: what it holds now.
+        """
+        return self._ensure_initialized().get_cpu_backup(x, zero_copy)
+
+    def set_disk_backup_dir(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+        self._ensure_initialized()
+        _backup.set_disk_directory(path)
+
+    @property
+    def enabled(self) -> bool:
+        return True
+
+    @property
+    def hook_mode(self) -> HookMode:
+        """Accepted, and without effect: there is one way."""
+        return self._hook_mode
+
+    @hook_mode.setter
+    def hook_mode(self, hook_mode: HookMode) -> None:
+        if hook_mode not in ("preload", "torch"):
+            raise InvalidArgumentError(f"hook_mode {hook_mode!r} is neither 'preload' nor 'torch'")
+        self._hook_mode = hook_mode
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        raise NotImplementedError("memory_margin_bytes can be set only")
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, value: int) -> None:
+        self._ensure_initialized()._binary_wrapper.cdll.set_memory_margin_bytes(value)
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """amem keeps the host memory anyway; this is what get_cpu_backup() goes by."""
+        return self._ensure_initialized()._binary_wrapper.cdll.tms_get_retain_cpu_backup()
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, value: bool) -> None:
+        self._ensure_initialized()._binary_wrapper.cdll.tms_set_retain_cpu_backup(value)
+
+    def _ensure_initialized(self) -> _Impl:
+        if self._impl is None:
+            self._impl = _Impl()
+        return self._impl
+
+
+def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
+    if backend is None:
+        return
+    if not enable_cpu_backup:
+        raise InvalidArgumentError("cpu_backup_backend needs enable_cpu_backup=True")
+    _checked_backend(backend)
+
+
+def _checked_backend(backend: str) -> str:
+    if backend not in ("mmap", "pinned"):
+        raise InvalidArgumentError(f"cpu_backup_backend {backend!r} is neither 'mmap' nor 'pinned'")
+    return backend
+
+
+class _Impl:
+    """Callers reach through it for _binary_wrapper.cdll."""
+
+    def __init__(self) -> None:
+        self._binary_wrapper = BinaryWrapper()
+        directory = os.environ.get("TMS_DISK_BACKUP_DIR")
+        if directory:
+            os.makedirs(directory, exist_ok=True)
+            _backup.set_disk_directory(directory)
+
+    @contextlib.contextmanager
+    def region(
+        self,
+        tag: str,
+        enable_cpu_backup: bool,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        parts = {"tag": tag, "interesting": True, "cpu_backup": enable_cpu_backup, "disk_backup": enable_disk_backup}
+        if cpu_backup_backend is not None:
+            parts["backend"] = cpu_backup_backend
+        with _regions.region(tag, _backup_of(enable_cpu_backup, enable_disk_backup)), _config.changed(**parts):
+            yield
+
+    @contextlib.contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: Any,
+        pool: Any,
+        stream: Any,
+        capture_error_mode: str,
+        tag: str,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        backup = _backup_of(enable_cpu_backup, False)
+        with _regions.cuda_graph(
+            cuda_graph, tag, backup, pool=pool, stream=stream, capture_error_mode=capture_error_mode
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def disable(self, dispose_mem_pool_after_use: bool = True) -> Iterator[None]:
+        with _regions.disable(), _config.changed(interesting=False):
+            yield
+
+    def pause(self, tag: str | None) -> None:
+        tags = _known(tag)
+        if tags:
+            _api.pause(*tags)
+
+    def resume(self, tag: str | None) -> None:
+        tags = _known(tag)
+        if tags:
+            _api.resume(*tags)
+
+    def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
+        library = _library.loaded()
+        state = _api.State.OFF if library is None else _api.State(library.amem_memory_state(x.data_ptr()))
+        if state is not _api.State.PAUSED:
+            retained = state is not _api.State.OFF and _functions.tms_get_retain_cpu_backup()
+            return _backup.cpu_backup(x) if retained else None
+        if zero_copy:
+            with contextlib.suppress(AmemError):
+                return _backup.cpu_backup(x, zero_copy=True)
+        return _backup.cpu_backup(x)
+
+
+def _known(tag: str | None) -> list[str]:
+    known = _regions.tags()
+    return [one for one in known if one == tag] if tag else known
+
+
+class _Functions:
+    """The functions of torch_memory_saver's library that callers use through ctypes."""
+
+    def __init__(self) -> None:
+        self._retain = _flag("TMS_RETAIN_CPU_BACKUP")
+        self._warned = False
+
+    def tms_set_interesting_region(self, value: bool) -> None:
+        _config.interesting = bool(value)
+        _config.apply()
+
+    def tms_get_interesting_region(self) -> bool:
+        return _config.interesting
+
+    def tms_set_current_tag(self, tag: bytes) -> None:
+        _config.tag = tag.decode()
+        _config.apply()
+
+    def tms_get_current_tag(self) -> bytes:
+        return _config.tag.encode()
+
+    def tms_set_enable_cpu_backup(self, value: bool) -> None:
+        _config.cpu_backup = bool(value)
+        _config.apply()
+
+    def tms_get_enable_cpu_backup(self) -> bool:
+        return _config.cpu_backup
+
+    def tms_set_enable_disk_backup(self, value: bool) -> None:
+        _config.disk_backup = bool(value)
+        _config.apply()
+
+    def tms_get_enable_disk_backup(self) -> bool:
+        return _config.disk_backup
+
+    def tms_set_cpu_backup_backend(self, backend: bytes) -> None:
+        _config.backend = _checked_backend(backend.decode())
+
+    def tms_get_cpu_backup_backend(self) -> bytes:
+        return _config.backend.encode()
+
+    def tms_set_disk_backup_dir(self, path: bytes) -> None:
+        _backup.set_disk_directory(os.fsdecode(path))
+
+    def tms_pause(self, tag: bytes | None) -> int:
+        torch_memory_saver.pause(tag.decode() if tag else None)
+        return 0
+
+    def tms_resume(self, tag: bytes | None) -> int:
+        torch_memory_saver.resume(tag.decode() if tag else None)
+        return 0
+
+    def tms_get_cpu_backup_pointer(self, ptr: Any, size: int) -> Any:
+        """A null pointer for memory that is not paused."""
+        address = ctypes.cast(ptr, ctypes.c_void_p)
+        library = _library.loaded()
+        backup = ctypes.c_void_p()
+        if library is not None and _api.State(library.amem_memory_state(address)) is _api.State.PAUSED:
+            status = library.amem_backup_pointer(address, size, ctypes.byref(backup))
+            _library.check(library, "amem_backup_pointer", status)
+        return ctypes.cast(backup, ctypes.POINTER(ctypes.c_uint8))
+
+    def tms_set_retain_cpu_backup(self, value: bool) -> None:
+        self._retain = bool(value)
+
+    def tms_get_retain_cpu_backup(self) -> bool:
+        return self._retain
+
+    def set_memory_margin_bytes(self, value: int) -> None:
+        if value > 0 and not self._warned:
+            self._warned = True
+            import logging
+
+            logging.getLogger("amem").warning(
+                "torch_memory_saver.memory_margin_bytes has no effect with amem: regions may take all free memory"
+            )
+
+
+_functions = _Functions()
+
+
+class BinaryWrapper:
+    def __init__(self, path_binary: str = "") -> None:
+        self.cdll = _functions
+
+    def set_config(
+        self,
+        *,
+        tag: str,
+        interesting_region: bool,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: str | None = None,
+        enable_disk_backup: bool = False,
+    ) -> None:
+        if cpu_backup_backend is not None:
+            _config.backend = _checked_backend(cpu_backup_backend)
+        _config.tag, _config.interesting = tag, interesting_region
+        _config.cpu_backup, _config.disk_backup = enable_cpu_backup, enable_disk_backup
+        _config.apply()
+
+
+torch_memory_saver = TorchMemorySaver()
+
+
+def get_binary_path_from_package(stem: str) -> Path:
+    """What callers put into LD_PRELOAD: amem's library, which may be preloaded and need not be."""
+    path = Path(_library.folder()) / _library.HOOK
+    if not path.exists():
+        raise CoreError(f"{path} does not exist: install amem from a wheel of this platform")
+    return path
+
+
+@contextlib.contextmanager
+def change_env(key: str, value: str) -> Iterator[None]:
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
+
+
+@contextlib.contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Processes that are started inside get amem in the place of torch_memory_saver too."""
+    with change_env("AMEM_COMPAT_TMS", "1"):
+        yield
+
+
+def is_xpu() -> bool:
+    return False
+
+
+class HookUtilBase:
+    @staticmethod
+    def create(hook_mode: HookMode) -> HookUtilBase:
+        return {"preload": HookUtilModePreload, "torch": HookUtilModeTorch}[hook_mode]()
+
+    def get_path_binary(self) -> str:
+        return str(get_binary_path_from_package(""))
+
+    def get_allocator(self) -> Any:
+        return None
+
+
+class HookUtilModePreload(HookUtilBase):
+    pass
+
+
+class HookUtilModeTorch(HookUtilBase):
+    pass
+
+
+def get_device() -> str:
+    return "cuda"
+
+
+def empty_cache() -> None:
+    import torch
+
+    torch.cuda.empty_cache()
+
+
+def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
+    import torch
+
+    used = int(torch.cuda.device_memory_used(gpu_id))
+    print(f"GPU {gpu_id} memory: {used / 1024**3:.2f} GB ({message})")
+    return used
+
+
+# What is in which module.
+MODULES: dict[str, tuple[object, ...]] = {
+    "torch_memory_saver": (TorchMemorySaver, configure_subprocess),
+    "torch_memory_saver.binary_wrapper": (BinaryWrapper,),
+    "torch_memory_saver.entrypoint": (TorchMemorySaver, BinaryWrapper, HookUtilBase, is_xpu),
+    "torch_memory_saver.hooks": (),
+    "torch_memory_saver.hooks.base": (HookUtilBase,),
+    "torch_memory_saver.hooks.mode_preload": (
+        HookUtilBase,
+        HookUtilModePreload,
+        change_env,
+        configure_subprocess,
+        get_binary_path_from_package,
+    ),
+    "torch_memory_saver.hooks.mode_torch": (HookUtilBase, HookUtilModeTorch, get_binary_path_from_package, is_xpu),
+    "torch_memory_saver.testing_utils": (get_device, empty_cache, get_and_print_gpu_memory, is_xpu),
+    "torch_memory_saver.utils": (change_env, get_binary_path_from_package, is_xpu),
+}
+# Those without a name of their own.
+VALUES: dict[str, dict[str, object]] = {
+    "torch_memory_saver": {"torch_memory_saver": torch_memory_saver},
+    "torch_memory_saver.entrypoint": {"CpuBackupBackend": CpuBackupBackend, "HookMode": HookMode},
+    "torch_memory_saver.hooks.base": {"HookMode": HookMode},
+}
+
+
+def fill(module: ModuleType) -> None:
+    """Runs a module of the table, as the body of its file would."""
+    name = module.__name__
+    for thing in MODULES[name]:
+        setattr(module, thing.__name__, thing)  # type: ignore[attr-defined]
+    for key, value in VALUES.get(name, {}).items():
+        setattr(module, key, value)
+    module.__doc__ = __doc__
+    if name == "torch_memory_saver":
+        import importlib
+
+        # The folder above it is where callers look for a library to preload.
+        module.__file__ = os.path.join(_library.folder(), name, "__init__.py")
+        for other in MODULES:
+            if other not in (name, f"{name}.testing_utils"):
+                importlib.import_module(other)
+        if _flag("TMS_INIT_ENABLE"):
+            _enter_for_the_process()
+
+
+def _enter_for_the_process() -> None:
+    """TMS_INIT_ENABLE: the thread that starts torch's CUDA is in a region from then on."""
+    import torch
+
+    start: Any = torch.cuda._lazy_init
+    empty: Any = torch.cuda.empty_cache
+    entered = False
+
+    def start_and_enter() -> None:
+        nonlocal entered
+        start()
+        if entered or not torch.cuda.is_initialized():
+            return
+        entered = True  # entering comes by here too
+        try:
+            torch_memory_saver._ensure_initialized()
+            _config.interesting = True
+            _config.apply()
+        except BaseException:
+            entered = False
+            raise
+
+    def empty_cache() -> None:
+        # Inside of a region torch would do nothing.
+        _regions.trim(())
+        with _regions.disable():
+            empty()
+
+    _config.interesting = True
+    torch.cuda._lazy_init = start_and_enter
+    torch.cuda.empty_cache = empty_cache
+    if torch.cuda.is_initialized():
+        start_and_enter()

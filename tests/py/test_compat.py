@@ -1,0 +1,542 @@
+"""amem in the place of torch_memory_saver."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_library
+import fake_torch
+
+INSTALL = "amem.compat.install()\n"
+
+HELPERS = """
+import ctypes, os, threading, torch
+from torch_memory_saver import torch_memory_saver as saver
+
+def cdll():
+    return saver._impl._binary_wrapper.cdll
+
+def bytes_of(tag, backup):
+    library = ctypes.CDLL("libamem_hook.so")
+    library.fake_regions.restype = ctypes.c_char_p
+    return json.loads(library.fake_regions()).get(f"{tag}/{backup}", [0, 0, [0]])[2][0]
+
+def states(*tags):
+    return [amem.state(tag).name for tag in tags]
+
+def show(value):
+    print(json.dumps(value))
+"""
+
+# torch_memory_saver 0.0.10: what each function takes.
+SIGNATURES = {
+    "region": "(tag='default', enable_cpu_backup=False, enable_disk_backup=False, cpu_backup_backend=None)",
+    "cuda_graph": "(cuda_graph, pool=None, stream=None, capture_error_mode='global', tag='default',"
+    " enable_cpu_backup=False, cpu_backup_backend=None)",
+    "disable": "()",
+    "pause": "(tag=None)",
+    "resume": "(tag=None)",
+    "get_cpu_backup": "(x, zero_copy=False)",
+    "set_disk_backup_dir": "(path)",
+}
+PROPERTIES = ["enabled", "hook_mode", "memory_margin_bytes", "retain_cpu_backup"]
+FUNCTIONS = [
+    "set_memory_margin_bytes",
+    "tms_get_cpu_backup_backend",
+    "tms_get_cpu_backup_pointer",
+    "tms_get_current_tag",
+    "tms_get_enable_cpu_backup",
+    "tms_get_enable_disk_backup",
+    "tms_get_interesting_region",
+    "tms_get_retain_cpu_backup",
+    "tms_pause",
+    "tms_resume",
+    "tms_set_cpu_backup_backend",
+    "tms_set_current_tag",
+    "tms_set_disk_backup_dir",
+    "tms_set_enable_cpu_backup",
+    "tms_set_enable_disk_backup",
+    "tms_set_interesting_region",
+    "tms_set_retain_cpu_backup",
+]
+MODULES = {
+    "torch_memory_saver": ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"],
+    "torch_memory_saver.binary_wrapper": ["BinaryWrapper"],
+    "torch_memory_saver.entrypoint": ["CpuBackupBackend", "TorchMemorySaver"],
+    "torch_memory_saver.hooks": [],
+    "torch_memory_saver.hooks.base": ["HookMode", "HookUtilBase"],
+    "torch_memory_saver.hooks.mode_preload": ["HookUtilModePreload", "configure_subprocess"],
+    "torch_memory_saver.hooks.mode_torch": ["HookUtilModeTorch"],
+    "torch_memory_saver.testing_utils": ["empty_cache", "get_and_print_gpu_memory", "get_device", "is_xpu"],
+    "torch_memory_saver.utils": ["change_env", "get_binary_path_from_package", "is_xpu"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("lib")
+    fake_library.build(folder)
+    return folder
+
+
+def result(script: str, folder: Path, **env: str) -> Any:
+    return fake_library.result(INSTALL + fake_torch.PRELUDE + HELPERS + script, folder, **env)
+
+
+# What is there.
+
+
+def test_every_name_of_the_original_is_there(folder: Path) -> None:
+    script = f"""
+import importlib, inspect
+missing = []
+for module, names in {MODULES!r}.items():
+    found = importlib.import_module(module)
+    missing += [f"{{module}}.{{name}}" for name in names if not hasattr(found, name)]
+    parent, _, last = module.rpartition(".")
+    if parent and getattr(importlib.import_module(parent), last) is not found:
+        missing.append(module)
+missing += [name for name in {PROPERTIES!r} if not isinstance(getattr(type(saver), name, None), property)]
+saver._ensure_initialized()
+missing += [name for name in {FUNCTIONS!r} if not callable(getattr(cdll(), name, None))]
+signatures = {{}}
+for name in {list(SIGNATURES)!r}:
+    signature = inspect.signature(getattr(saver, name))
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    signatures[name] = str(inspect.Signature(parameters))
+show([missing, signatures])
+"""
+    assert result(script, folder) == [[], SIGNATURES]
+
+
+def test_importing_it_imports_no_torch(folder: Path) -> None:
+    script = (
+        INSTALL
+        + """
+before = "torch" in sys.modules or "amem._tms" in sys.modules
+import torch_memory_saver
+import torch_memory_saver.testing_utils
+from torch_memory_saver import configure_subprocess, torch_memory_saver as saver
+print(json.dumps([before, "torch" in sys.modules, saver.enabled, saver._impl]))
+"""
+    )
+    assert fake_library.result(script, folder) == [False, False, True, None]
+
+
+def test_a_module_that_the_original_lacks_is_not_found(folder: Path) -> None:
+    done = fake_library.run(INSTALL + "import torch_memory_saver.nothing", folder)
+    assert "ModuleNotFoundError: No module named 'torch_memory_saver.nothing'" in done.stderr
+
+
+def test_install_twice_is_once(folder: Path) -> None:
+    script = (
+        INSTALL * 2
+        + """
+import torch_memory_saver
+amem.compat.install()
+print(json.dumps(sum(type(finder).__module__ == "amem.compat" for finder in sys.meta_path)))
+"""
+    )
+    assert fake_library.result(script, folder) == 1
+
+
+def test_install_is_refused_where_the_original_is_in_use(folder: Path) -> None:
+    imported = "sys.modules['torch_memory_saver'] = json\n"
+    assert "InvalidStateError: torch_memory_saver is imported" in fake_library.run(imported + INSTALL, folder).stderr
+    path = "/x/torch_memory_saver_hook_mode_preload_cu12.abi3.so"
+    preloaded = f"import os\nos.environ['LD_PRELOAD'] = '/other.so:{path}'\n"
+    assert f"InvalidStateError: LD_PRELOAD has {path}" in fake_library.run(preloaded + INSTALL, folder).stderr
+
+
+# What it does.
+
+
+def test_regions_have_their_tag_and_backup(folder: Path) -> None:
+    script = """
+kept = []
+with saver.region():
+    kept.append(torch.empty(1))
+    with saver.region(tag="weights", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+        kept.append(torch.empty(10))
+        with saver.disable():
+            kept.append(torch.empty(5))
+        kept.append(torch.empty(10))
+    with saver.region("weights", enable_disk_backup=True):
+        kept.append(torch.empty(100))
+    kept.append(torch.empty(1))
+@saver.region(tag="decorated")
+def work():
+    kept.append(torch.empty(1000))
+work()
+work()
+show([bytes_of("default", 0), bytes_of("weights", 1), bytes_of("weights", 2), bytes_of("decorated", 0)])
+"""
+    assert result(script, folder) == [2, 20, 100, 2000]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "cpu_backup_backend='mmap'",
+        "enable_cpu_backup=True, cpu_backup_backend='gpu'",
+        "enable_cpu_backup=True, enable_disk_backup=True",
+    ],
+)
+def test_wrong_arguments_are_a_value_error(folder: Path, arguments: str) -> None:
+    script = f"""
+try:
+    with saver.region({arguments}):
+        show("entered")
+except ValueError as error:
+    show(type(error).__name__)
+"""
+    assert result(script, folder) == "InvalidArgumentError"
+
+
+def test_pause_and_resume_by_tag_and_all(folder: Path) -> None:
+    script = """
+amem.enable()
+seen = []
+def step(function, *tag):
+    assert function(*tag) is None
+    seen.append(states("nccl", "a", "b"))
+step(saver.pause)  # nothing there yet
+with saver.region("a"), saver.region("b"):
+    pass
+for tag in [("a",), ("a",), ("unknown",), ("nccl",), (None,)]:
+    step(saver.pause, *tag)
+for tag in [("unknown",), ("b",), ("nccl",), (), ()]:
+    step(saver.resume, *tag)
+show(seen)
+"""
+    active, paused = "ACTIVE", "PAUSED"
+    assert result(script, folder) == [
+        [active, "OFF", "OFF"],
+        *[[active, paused, active]] * 4,
+        *[[active, paused, paused]] * 2,
+        *[[active, paused, active]] * 2,
+        *[[active, active, active]] * 2,
+    ]
+
+
+def test_a_failed_resume_is_an_exception_and_can_be_repeated(folder: Path) -> None:
+    script = """
+with saver.region("weights"):
+    kept = torch.empty(10)
+saver.pause()
+libc = ctypes.CDLL(None)
+libc.setenv(b"FAKE_RESUME", b"9", 1)
+try:
+    saver.resume()
+except torch.cuda.OutOfMemoryError as error:
+    libc.unsetenv(b"FAKE_RESUME")
+    saver.resume()
+    show([isinstance(error, amem.OutOfMemoryError), states("weights")])
+"""
+    assert result(script, folder) == [True, ["ACTIVE"]]
+
+
+def test_get_cpu_backup_is_of_paused_tensors(folder: Path) -> None:
+    script = """
+with saver.region("weights", enable_cpu_backup=True):
+    tensor = torch.empty(4).write(bytes(range(4)))
+ordinary = torch.empty(4)
+seen = []
+def look(*arguments):
+    backup = saver.get_cpu_backup(*arguments)
+    seen.append(backup and backup.read())
+look(tensor)
+look(ordinary)
+saver.pause()
+look(tensor)
+look(tensor, True)
+look(ordinary)
+saver.resume()
+look(tensor)
+saver.retain_cpu_backup = True
+look(tensor)
+look(tensor, True)
+look(ordinary)
+show(seen)
+"""
+    contents = [0, 1, 2, 3]
+    expected = [None, None, contents, contents, None, None, contents, contents, None]
+    assert result(script, folder) == expected
+    # Where zero copy is not possible, it is a copy.
+    assert result(script, folder, FAKE_SPLIT="1") == expected
+
+
+def test_get_cpu_backup_of_what_has_none_is_an_exception(folder: Path) -> None:
+    script = """
+with saver.region("cache"):
+    tensor = torch.empty(4)
+saver.pause()
+try:
+    show(saver.get_cpu_backup(tensor, zero_copy=True))
+except amem.AmemError as error:
+    show(str(error))
+"""
+    assert result(script, folder) == "fake: status 7"
+
+
+def test_cuda_graph_with_the_arguments_of_its_callers(folder: Path) -> None:
+    script = """
+pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+for graph in graphs:
+    with saver.cuda_graph(cuda_graph=graph, pool=pool, stream=stream, capture_error_mode="relaxed"):
+        torch.empty(10)
+with saver.cuda_graph(torch.cuda.CUDAGraph(), tag="graph", enable_cpu_backup=True, cpu_backup_backend="pinned"):
+    torch.empty(7)
+show([bytes_of("default", 0), bytes_of("graph", 1)])
+"""
+    assert result(script, folder) == [10, 7]
+
+
+def test_the_functions_of_its_library_switch_the_region(folder: Path) -> None:
+    script = """
+kept, seen = [], []
+def here():
+    return [cdll().tms_get_interesting_region(), cdll().tms_get_current_tag().decode(),
+            cdll().tms_get_enable_cpu_backup(), cdll().tms_get_enable_disk_backup()]
+with saver.region("weights", enable_cpu_backup=True):
+    seen.append(here())
+    before = cdll().tms_get_interesting_region()
+    cdll().tms_set_interesting_region(False)
+    seen.append(here())
+    kept.append(torch.empty(1))
+    cdll().tms_set_interesting_region(before)
+    kept.append(torch.empty(10))
+    cdll().tms_set_current_tag(b"chunk")
+    kept.append(torch.empty(100))
+    cdll().tms_set_enable_cpu_backup(False)
+    kept.append(torch.empty(1000))
+    seen.append(here())
+seen.append(here())
+kept.append(torch.empty(1))
+saver._impl._binary_wrapper.set_config(
+    tag="base", interesting_region=True, enable_cpu_backup=False, enable_disk_backup=True)
+kept.append(torch.empty(10000))
+with saver.region("inner"):
+    kept.append(torch.empty(100000))
+kept.append(torch.empty(10000))
+cdll().tms_set_interesting_region(False)
+kept.append(torch.empty(1))
+show([seen, bytes_of("weights", 1), bytes_of("chunk", 1), bytes_of("chunk", 0), bytes_of("base", 2),
+      bytes_of("inner", 0)])
+"""
+    seen = [
+        [True, "weights", True, False],
+        [False, "weights", True, False],
+        [True, "chunk", False, False],
+        [False, "default", False, False],
+    ]
+    assert result(script, folder) == [seen, 10, 100, 1000, 20000, 100000]
+
+
+def test_callers_see_whether_it_was_used_in_this_process(folder: Path) -> None:
+    """They switch the region off and on around what must be ordinary memory, unless _impl is None."""
+    script = """
+seen = [saver._impl]
+with saver.region("weights"):
+    seen.append(saver._impl is not None)
+import torch_memory_saver
+seen.append(torch_memory_saver.TorchMemorySaver()._impl)
+show(seen)
+"""
+    assert result(script, folder) == [None, True, None]
+
+
+def test_the_pause_functions_of_its_library(folder: Path) -> None:
+    script = """
+with saver.region("weights", enable_cpu_backup=True):
+    tensor = torch.empty(4).write(bytes(range(4)))
+def pointer(tensor):
+    return cdll().tms_get_cpu_backup_pointer(ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_uint8)), 4)
+seen = [bool(pointer(tensor)), cdll().tms_pause(b"weights"), states("weights"), pointer(tensor)[:4],
+        bool(pointer(torch.empty(4))), cdll().tms_resume(None), states("weights")]
+show(seen)
+"""
+    assert result(script, folder) == [False, 0, ["PAUSED"], [0, 1, 2, 3], False, 0, ["ACTIVE"]]
+
+
+def test_settings(folder: Path) -> None:
+    script = """
+saver.hook_mode = "torch"
+seen = [saver.hook_mode, saver.retain_cpu_backup]
+saver.retain_cpu_backup = True
+seen.append(saver.retain_cpu_backup)
+try:
+    saver.hook_mode = "other"
+except ValueError:
+    seen.append("refused")
+try:
+    saver.memory_margin_bytes
+except NotImplementedError:
+    seen.append("no getter")
+show(seen)
+"""
+    assert result(script, folder) == ["torch", False, True, "refused", "no getter"]
+
+
+def test_a_margin_without_effect_is_said_once(folder: Path) -> None:
+    script = "for margin in (0, 1 << 30, 1 << 20): saver.memory_margin_bytes = margin"
+    done = fake_library.run(INSTALL + fake_torch.PRELUDE + HELPERS + script, folder)
+    assert done.returncode == 0
+    assert done.stderr.count("memory_margin_bytes has no effect") == 1
+
+
+@pytest.mark.parametrize("by", ["call", "variable"])
+def test_the_disk_folder_is_made_and_set(folder: Path, tmp_path: Path, by: str) -> None:
+    target = tmp_path / "new" / "folder"
+    script = f"saver.set_disk_backup_dir({str(target)!r})" if by == "call" else "saver.pause()"
+    script += """
+library = ctypes.CDLL("libamem_hook.so")
+library.fake_directory.restype = ctypes.c_char_p
+show(library.fake_directory().decode())
+"""
+    env = {} if by == "call" else {"TMS_DISK_BACKUP_DIR": str(target)}
+    assert result(script, folder, **env) == str(target)
+    assert target.is_dir()
+
+
+def test_configure_subprocess_reaches_children_only(folder: Path) -> None:
+    script = """
+import subprocess
+from torch_memory_saver import configure_subprocess
+child = [sys.executable, "-S", "-c",
+         "import amem._autoenable, torch_memory_saver as t; print(type(t.torch_memory_saver).__module__)"]
+def run():
+    return subprocess.run(child, capture_output=True, text=True).stdout.strip()
+with configure_subprocess():
+    inside = run()
+show([inside, run(), os.environ.get("AMEM_COMPAT_TMS")])
+"""
+    assert result(script, folder) == ["amem._tms", "", None]
+
+
+def test_utilities(folder: Path) -> None:
+    script = """
+from torch_memory_saver.hooks.base import HookUtilBase
+from torch_memory_saver.testing_utils import empty_cache, get_and_print_gpu_memory, get_device
+from torch_memory_saver.utils import change_env, get_binary_path_from_package, is_xpu
+os.environ["SET"] = "before"
+with change_env("SET", "x"), change_env("UNSET", "y"):
+    inside = [os.environ["SET"], os.environ["UNSET"]]
+empty_cache()
+show([inside, os.environ["SET"], "UNSET" in os.environ, is_xpu(), get_device(), get_and_print_gpu_memory("now"),
+      str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload")),
+      HookUtilBase.create("preload").get_path_binary()])
+"""
+    hook = os.path.join(folder, "libamem_hook.so")
+    assert result(script, folder) == [["x", "y"], "before", False, False, "cuda", 3 << 30, hook, hook]
+
+
+# Its environment.
+
+INIT = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
+
+
+def test_init_enable_is_a_region_from_cudas_start(folder: Path) -> None:
+    script = """
+started = torch.cuda.is_initialized()
+kept = [torch.empty(1)]
+with saver.region("grads"):
+    kept.append(torch.empty(10))
+kept.append(torch.empty(1))
+with saver.disable():
+    kept.append(torch.empty(1000))
+cdll().tms_set_interesting_region(False)
+kept.append(torch.empty(1000))
+cdll().tms_set_interesting_region(True)
+kept.append(torch.empty(1))
+from fake_torch import backward
+backward(lambda: kept.append(torch.empty(1)))
+show([started, bytes_of("default", 1), bytes_of("grads", 0), cdll().tms_get_current_tag().decode()])
+"""
+    assert result(script, folder, **INIT) == [False, 4, 10, "default"]
+
+
+@pytest.mark.parametrize(
+    "first", ["with saver.region('weights'): pass", "saver._ensure_initialized()", "saver.pause()"]
+)
+def test_init_enable_whatever_comes_first(folder: Path, first: str) -> None:
+    script = (
+        first
+        + """
+state = cdll().tms_get_interesting_region()
+kept = torch.empty(1)
+show([state, bytes_of("default", 1)])
+"""
+    )
+    assert result(script, folder, **INIT) == [True, 1]
+
+
+def test_init_enable_where_cuda_has_started(folder: Path) -> None:
+    script = (
+        "import torch\nordinary = torch.empty(10)\n"
+        + HELPERS
+        + """
+kept = torch.empty(1)
+show([bytes_of("default", 1)])
+"""
+    )
+    assert fake_library.result(INSTALL + fake_torch.PRELUDE + script, folder, **INIT) == [1]
+
+
+def test_init_enable_leaves_empty_cache_its_effect(folder: Path) -> None:
+    script = """
+kept = torch.empty(10)
+with saver.disable():
+    torch.empty(20)
+torch.empty(30)
+before = [bytes_of("default", 1), [s.size for s in fake_torch.devices[0].default.segments]]
+torch.cuda.empty_cache()
+after = [bytes_of("default", 1), [s.size for s in fake_torch.devices[0].default.segments]]
+more = torch.empty(100)
+show([before, after, bytes_of("default", 1)])
+"""
+    assert result(script, folder, **INIT) == [[40, [20]], [10, []], 110]
+
+
+def test_init_enable_survives_a_failure_to_enter(folder: Path) -> None:
+    script = """
+real, saver._ensure_initialized = saver._ensure_initialized, None
+try:
+    torch.empty(10)
+except TypeError:
+    saver._ensure_initialized = real
+torch.cuda.init()
+kept = torch.empty(1)
+show(bytes_of("default", 1))
+"""
+    assert result(script, folder, **INIT) == 1
+
+
+def test_init_enable_pauses_all_of_it(folder: Path) -> None:
+    script = """
+kept = torch.empty(4).write(bytes(range(4)))
+saver.pause()
+paused = [kept.read(), saver.get_cpu_backup(kept).read()]
+with saver.disable():
+    buffer = torch.empty(4)
+saver.resume()
+show([paused, kept.read(), states("default")])
+"""
+    contents = [0, 1, 2, 3]
+    assert result(script, folder, **INIT) == [[[0xDD] * 4, contents], contents, ["ACTIVE"]]
+
+
+@pytest.mark.parametrize("name", ["TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP", "TMS_RETAIN_CPU_BACKUP"])
+def test_a_switch_is_on_or_off(folder: Path, name: str) -> None:
+    done = fake_library.run(INSTALL + "import torch_memory_saver", folder, **{name: "maybe"})
+    assert f"InvalidArgumentError: {name}=maybe is neither 1 nor 0" in done.stderr
+
+
+def test_retain_from_the_environment(folder: Path) -> None:
+    assert result("show(saver.retain_cpu_backup)", folder, TMS_RETAIN_CPU_BACKUP="1") is True
+    assert result("show(saver.retain_cpu_backup)", folder, TMS_RETAIN_CPU_BACKUP="no") is False
