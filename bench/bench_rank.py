@@ -1,7 +1,8 @@
 """One rank of the benchmark: `bench_rank.py memory|speed JSON`, started by nccl_bench.py.
 
 NCCL is called directly, so that any libnccl can be measured; torch only gives
-tensors, streams and events.
+tensors, streams and events. Of NCCL's kernels only float32 sums and send and
+receive are used, so that a library with few others will do.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ import launch
 
 BYTES = 64 << 20
 SPEED_BYTES = 256 << 20
-# What is timed while active: bytes, and how often in a row.
-SIZES = {1 << 20: 100, 16 << 20: 50, SPEED_BYTES: 20}
+# What is timed while active: bytes, and how many collectives are in a graph. Launched
+# one by one, those of 1 MB and below would measure the host.
+SIZES = {1 << 20: 100, 16 << 20: 30, SPEED_BYTES: 5}
+FEW = 2  # elements, of which 50 all-reduces are in a graph
+REPLAYS = 10
 COPY_BYTES = 1 << 30
 VERIFIED = (64, 4000, 133_332, 1 << 20, 8 << 20, BYTES)
-VALUES = 1 << 18
+VALUES = 1 << 18  # sums of up to 64 ranks are whole numbers that float32 holds
 POISON = -1
 
 
@@ -52,13 +56,14 @@ class Bench:
         self.new_event = cuda.Event
         torch.cuda.set_stream(self.stream)
         self.source, self.output, self.expected, self.scratch = (
-            torch.zeros(size // 4, dtype=torch.int32, device=self.device) for _ in range(4)
+            torch.zeros(size // 4, dtype=torch.float32, device=self.device) for _ in range(4)
         )
         self.bad = torch.zeros((), dtype=torch.int64, device=self.device)
         self.generator = torch.Generator(self.device)
         self.round = 0
         self.seed = self.peers.gather(int.from_bytes(os.urandom(6), "little"))[0]
         self.communicators: list[c_void_p] = []
+        self.graphs: list[Any] = []
         self.data(self.source[:1024], 0)
         self.compare(1024)
         self.expected[:1024].add_(self.scratch[:1024])
@@ -87,12 +92,12 @@ class Bench:
 
     def all_reduce(self, communicator: c_void_p, count: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        self.nccl.all_reduce(self.source.data_ptr(), self.output.data_ptr(), count, nccl.INT32, communicator, stream)
+        self.nccl.all_reduce(self.source.data_ptr(), self.output.data_ptr(), count, nccl.FLOAT32, communicator, stream)
 
     def all_to_all(self, communicator: c_void_p, chunk: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         self.nccl.all_to_all(
-            self.source.data_ptr(), self.output.data_ptr(), chunk, self.world, nccl.INT32, communicator, stream
+            self.source.data_ptr(), self.output.data_ptr(), chunk, self.world, nccl.FLOAT32, communicator, stream
         )
 
     def collectives(self) -> None:
@@ -266,27 +271,51 @@ class Bench:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    def round_of_speed(self, graph: Any, replays: int) -> dict[str, float]:
+    def capture(self, action: Callable[[], None], count: int) -> Any:
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            for _ in range(count):
+                action()
+        return graph
+
+    def seconds(self, action: Callable[[], object], count: int) -> list[float]:
+        """Of one collective, in each of several actions of `count` collectives, which are launched in a row."""
+        action()  # in which ranks that come later than others are waited for
+        action()
+        events = [self.new_event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        for event in events[:-1]:
+            event.record()
+            action()
+        events[-1].record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 / count for begin, end in zip(events, events[1:])]
+
+    def measures(self) -> dict[str, Callable[[], list[float]]]:
+        """What is measured while active, as bytes per second or, with _s, seconds, once for each replay."""
         communicator = self.communicators[0]
-        values: dict[str, float] = {}
+        others = (self.world - 1) / self.world
 
-        def seconds(action: Callable[[], None], count: int) -> float:
-            def repeat(times: int) -> None:
-                for _ in range(times):
-                    action()
+        def rates(graph: Any, count: int, moved: float) -> list[float]:
+            return [moved / taken for taken in self.seconds(graph.replay, count)]
 
-            repeat(3)
-            return self.event_seconds(functools.partial(repeat, count)) / count
+        def launched() -> None:
+            for _ in range(30):
+                self.all_reduce(communicator, FEW)
 
+        made: dict[str, Callable[[], list[float]]] = {}
         for size, count in SIZES.items():
-            elements, others = size // 4, (self.world - 1) / self.world
-            taken = seconds(functools.partial(self.all_reduce, communicator, elements), count)
-            values[f"all_reduce_{size >> 20}"] = size / taken * 2 * others
-            taken = seconds(functools.partial(self.all_to_all, communicator, elements // self.world), count)
-            values[f"all_to_all_{size >> 20}"] = size / taken * others
-        values["eager_s"] = seconds(functools.partial(self.all_reduce, communicator, 2), 300)
-        values["graph_s"] = seconds(graph.replay, 5) / replays
-        return values
+            for name, factor, collective, elements in (
+                ("all_reduce", 2 * others, self.all_reduce, size // 4),
+                ("all_to_all", others, self.all_to_all, size // 4 // self.world),
+            ):
+                graph = self.capture(functools.partial(collective, communicator, elements), count)
+                self.graphs.append(graph)
+                made[f"{name}_{size >> 20}"] = functools.partial(rates, graph, count, size * factor)
+        graph = self.capture(functools.partial(self.all_reduce, communicator, FEW), 50)
+        self.graphs.append(graph)
+        made["graph_s"] = functools.partial(self.seconds, graph.replay, 50)
+        made["eager_s"] = functools.partial(self.seconds, launched, 30)
+        return made
 
     def copy_rates(self) -> dict[str, float]:
         """All ranks of one job copy between pinned host memory and their GPU at once."""
@@ -313,26 +342,30 @@ class Bench:
         launch.report(stage="connect")
         self.init()
         self.in_turn(self.collectives)
-        replays = 50
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            for _ in range(replays):
-                self.all_reduce(self.communicators[0], 2)
-        rounds: list[dict[str, float]] = []
+        measures = self.measures()
+        rounds: list[dict[str, list[float]]] = []
         for number in range(2 * int(self.params["rounds"])):
             launch.report(stage=f"round {number}")
             if number == int(self.params["rounds"]):
                 self.pause_and_resume()
-            self.in_turn(lambda: rounds.append(self.round_of_speed(graph, replays)))
+            values: dict[str, list[float]] = {}
+            for key, measure in measures.items():
+                self.in_turn(functools.partial(self.keep, values, key, measure))
+            rounds.append(values)
         launch.report(stage="verify")
         wrong: list[int] = []
         self.in_turn(lambda: wrong.append(self.wrong_elements()))
         launch.report(stage="copy")
         rates = self.copy_rates()
-        graph.reset()
+        for graph in self.graphs:  # before the communicators, which NCCL holds for them
+            graph.reset()
         torch.cuda.synchronize()
         self.destroy()
         return {"rounds": rounds, "wrong": sum(wrong), **rates}
+
+    @staticmethod
+    def keep(values: dict[str, list[float]], key: str, measure: Callable[[], list[float]]) -> None:
+        values[key] = measure()
 
     def in_turn(self, action: Callable[[], object]) -> None:
         """One job after the other: kernels of two that wait for their peers share a GPU badly."""

@@ -10,7 +10,6 @@ from ctypes import c_char, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
-INT32 = 2
 FLOAT32 = 7
 SUM = 0
 SUSPEND_MEMORY = 1

@@ -6,6 +6,13 @@
 Each mode runs in processes of its own, one a GPU. A table comes last; all that
 was measured is in bench.json in the output folder. docs/benchmarks.md says
 what each column is.
+
+The mode "suspend" takes ncclCommSuspend, which NCCL has since 2.29.7: with --nccl
+and such a library, "amem" and "speed" run on the same one. One that is built for
+this alone needs few kernels, from a checkout of NCCL:
+
+    make src.lib CUDA_HOME=... NVCC_GENCODE="-gencode=arch=compute_90,code=sm_90" \\
+        ONLY_FUNCS="AllReduce Sum f32 (RING|TREE) *|SendRecv"
 """
 
 from __future__ import annotations
@@ -129,7 +136,7 @@ def summarise_mode(mode: Mode, outcome: launch.Outcome) -> dict[str, Any]:
 
 
 def summarise_speed(outcome: launch.Outcome, gpus: int, rounds: int) -> dict[str, Any]:
-    """Medians over the rounds, slowest rank; amem and stock took turns in each."""
+    """The slowest rank of each replay, then the median of all; amem and stock took turns with each measure."""
     row: dict[str, Any] = {"status": outcome.status, "reason": outcome.reason, "seconds": outcome.seconds}
     row["ranks"] = outcome.results
     if outcome.status != "PASS":
@@ -141,8 +148,11 @@ def summarise_speed(outcome: launch.Outcome, gpus: int, rounds: int) -> dict[str
             row.update(status="FAIL", reason=f"{name}: elements were wrong")
         for half, part in (("fresh", slice(0, rounds)), ("resumed", slice(rounds, 2 * rounds))):
             for key, worst in measures.items():
-                per_round = [worst(values) for values in zip(*([x[key] for x in r["rounds"][part]] for r in results))]
-                row[f"{name}_{half}_{key}"] = median(per_round)
+                of_ranks = [[v for measured in r["rounds"][part] for v in measured[key]] for r in results]
+                replays = sorted(worst(values) for values in zip(*of_ranks))
+                row[f"{name}_{half}_{key}"] = median(replays)
+                tenth = len(replays) // 10
+                row[f"{name}_{half}_{key}_spread"] = [replays[tenth], replays[-1 - tenth]]
     for half in ("fresh", "resumed"):
         for key in measures:
             row[f"ratio_{half}_{key}"] = row[f"amem_{half}_{key}"] / row[f"stock_{half}_{key}"]
@@ -222,30 +232,30 @@ def mode_table(rows: list[dict[str, Any]], speed: dict[str, Any]) -> list[list[s
 
 
 def speed_table(speed: dict[str, Any]) -> list[list[str]]:
-    lines = [["in use", "amem", "stock", "ratio", "unit"]]
-    for half in ("fresh", "resumed"):
-        bandwidths = [
-            (f"{operation}_{size}", f"{operation.replace('_', '-')} of {size} MB, bus bandwidth", 1e-9, "GB/s")
-            for operation in ("all_reduce", "all_to_all")
-            for size in (1, 16, 256)
-        ]
-        for key, label, scale, unit in (
-            *bandwidths,
-            ("eager_s", "all-reduce of 8 B, launched one by one", 1e6, "us"),
-            ("graph_s", "all-reduce of 8 B, in a CUDA graph", 1e6, "us"),
-        ):
-            when = "" if half == "fresh" else ", after a pause and resume"
-            values = [speed.get(f"{who}_{half}_{key}") for who in ("amem", "stock")]
-            ratio = number(speed.get(f"ratio_{half}_{key}"), 1, 3)
-            lines.append([label + when, *(number(v, scale, 2) for v in values), ratio, unit])
+    lines = [["in use, in a CUDA graph", "amem", "spread", "stock", "spread", "ratio", "unit"]]
+    measures = [
+        (f"{operation}_{size}", f"{operation.replace('_', '-')} of {size} MB, bus bandwidth", 1e-9, "GB/s")
+        for operation in ("all_reduce", "all_to_all")
+        for size in (1, 16, 256)
+    ]
+    measures.append(("graph_s", "all-reduce of 8 B", 1e6, "us"))
+    measures.append(("eager_s", "all-reduce of 8 B, launched one by one", 1e6, "us"))
+    for half, when in (("fresh", ""), ("resumed", ", after a pause and resume")):
+        for key, label, scale, unit in measures:
+            cells = []
+            for who in ("amem", "stock"):
+                low, high = speed[f"{who}_{half}_{key}_spread"]
+                cells += [number(speed[f"{who}_{half}_{key}"], scale, 2)]
+                cells += [f"{number(low, scale, 2)}-{number(high, scale, 2)}"]
+            lines.append([label + when, *cells, number(speed[f"ratio_{half}_{key}"], 1, 3), unit])
     return lines
 
 
-def write(out: Path, results: dict[str, Any], logs: dict[str, str]) -> None:
+def write(out: Path, results: dict[str, Any], logs: dict[str, str], name: str = "bench") -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "bench.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    text = "".join(f"=== {name}\n{log[-LOG_SHARE:]}\n" for name, log in logs.items())
-    (out / "bench.log").write_text(text, encoding="utf-8")
+    (out / f"{name}.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    text = "".join(f"=== {of}\n{log[-LOG_SHARE:]}\n" for of, log in logs.items())
+    (out / f"{name}.log").write_text(text, encoding="utf-8")
 
 
 def parse() -> argparse.Namespace:
@@ -351,6 +361,7 @@ def print_results(results: dict[str, Any]) -> None:
     if speed.get("status") == "PASS":
         print()
         launch.print_table(speed_table(speed))
+        print("median of all replays of each graph; spread: from their 10th to their 90th percentile")
         rates = [speed[k] * 1e-9 for k in ("to_host_bytes_per_s", "to_device_bytes_per_s")]
         print(f"pinned copies, all GPUs at once: {rates[0]:.1f} GB/s to the host, {rates[1]:.1f} GB/s to the device")
     if results["modes"]:

@@ -586,7 +586,11 @@ def forced(log: str) -> bool:
 
 
 def connecting(r: Rank) -> dict[str, Any]:
-    """Communicators made and connected by several threads at once, while collectives are under way on another."""
+    """Communicators made and connected by several threads at once, while collectives are under way on another.
+
+    With stock NCCL too: whether a hang is amem's.
+    """
+    stock = bool(r.params.get("stock"))
     world = r.start()
     elements = 1 << 18
     busy = Storm(r, [world], elements)
@@ -595,18 +599,20 @@ def connecting(r: Rank) -> dict[str, Any]:
     collectives = 0
     # Made once: torch hands out 32 streams in turn, also to groups, and a thread whose
     # stream is another group's as well would wait for a collective that waits for it.
-    streams = [torch.cuda.Stream() for _ in range(int(r.params["groups"]))]
+    cuda: Any = torch.cuda  # torch's type hints leave this constructor out
+    streams = [cuda.Stream() for _ in range(int(r.params["groups"]))]
     for number in range(int(r.params["rounds"])):
         made = [g for i in range(int(r.params["groups"])) if (g := r.new_group(f"round{number}-{i}"))]
         storms = [Storm(r, [group], elements) for group in made]
         for kind in COLLECTIVES:  # the first makes the communicators, and each connects in its own way
             r.stage(f"round {number}: first {kind}")
             at_once(r, busy, storms, streams, kind)
-        r.stage(f"round {number}: pause")
-        before = r.pause()
-        r.scribble()
-        r.resume(before)
-        for kind in COLLECTIVES:
+        if not stock:
+            r.stage(f"round {number}: pause")
+            before = r.pause()
+            r.scribble()
+            r.resume(before)
+        for kind in COLLECTIVES * int(r.params.get("repeats", 1)):
             r.stage(f"round {number}: {kind} after")
             at_once(r, busy, storms, streams, kind)
         for storm in (busy, *storms):
@@ -616,6 +622,7 @@ def connecting(r: Rank) -> dict[str, Any]:
         for group in made:
             r.destroy(group)
         r.peers.barrier()
+        launch.report(rounds=number + 1)
     r.finish([world])
     return {"note": f"{collectives} collectives in threads, {busy.done} under way meanwhile"}
 
@@ -1024,12 +1031,12 @@ SCENARIOS: dict[str, Callable[[Rank], dict[str, Any]]] = {
 }
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], scenarios: dict[str, Callable[[Rank], dict[str, Any]]] = SCENARIOS) -> int:
     launch.start_child()
     launch.report(stage="start")
     try:
         rank = Rank(json.loads(argv[2]) if len(argv) > 2 else {})
-        details = SCENARIOS[argv[1]](rank)
+        details = scenarios[argv[1]](rank)
         launch.report(stage="done", **rank.summary(), **details)
     except NotPossible as missing:
         launch.report(skipped=str(missing))

@@ -4,7 +4,8 @@
 
 The table comes last; gpu_check.json and gpu_check.log in the output folder
 hold everything. The exit status is 0 only if every step passed or was skipped
-for a reason that the table gives.
+for a reason that the table gives. A step that is "SEEN" tells what stock NCCL
+does, and fails nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LOG_SHARE = 400_000
 # A destroyed communicator may leave this much more behind with amem than without.
 LEFTOVER_SLACK = 32 << 20
 ENABLED = {"AMEM_ENABLE": "1"}
+FINE = ("PASS", "SKIP", "SEEN")
 
 PROBE = """
 import json, re, sys
@@ -55,6 +57,10 @@ class Step:
     jobs: list[dict[str, str]] | None = None
     deadline: float = 60.0
     quick: bool = False
+    program: str = "ranks.py"
+    gpus: int = 0  # as many ranks, one a GPU; 0: all, two at least
+    default: bool = True  # False: only where --only has its whole name
+    may_hang: bool = False  # it shows what stock NCCL does
 
 
 def steps(cycles: int, rounds: int) -> list[Step]:
@@ -84,9 +90,6 @@ def steps(cycles: int, rounds: int) -> list[Step]:
     storm = Step("stress", "stress", rates, deadline=90)
     controls = Step("stress, control regions only", "stress", rates, deadline=90)
     controls.env["AMEM_NCCL_OFFLOAD_FREE_TAG"] = "7"
-    threads = Step("connecting in several threads", "connecting", {"groups": 6, "rounds": min(rounds, 4), **small})
-    # Few enough blocks for the kernels of all groups to run at once: else they may wait for each other, amem or not.
-    threads.env.update({"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     jobs = [{"AMEM_GROUPID": "100"}, {"AMEM_GROUPID": "200"}]
     lonely = Step("one rank pauses alone", "lonely", small)
     lonely.env["AMEM_TIMEOUT_S"] = "3"
@@ -94,7 +97,7 @@ def steps(cycles: int, rounds: int) -> list[Step]:
         *result,
         storm,
         controls,
-        threads,
+        *connecting_steps({"groups": 6, "rounds": min(rounds, 4), "repeats": 4, **small}),
         Step("two jobs on the same GPUs", "colocated", {"cycles": cycles, **small}, jobs=jobs),
         Step("groups come and go", "churn", {"groups": 2, "rounds": rounds, **small}, deadline=90),
         Step("misuse", "misuse", small, quick=True),
@@ -103,6 +106,34 @@ def steps(cycles: int, rounds: int) -> list[Step]:
         Step("enabled too late", "too_late", small, env={}, quick=True),
         Step("NCCL_CUMEM_ENABLE=0", "no_cumem", small, env={"NCCL_CUMEM_ENABLE": "0"}),
         Step("memory of ncclMemAlloc", "user_memory", {"cycles": few, **small}),
+        *torch_steps(few),
+    ]
+
+
+def connecting_steps(params: dict[str, Any]) -> list[Step]:
+    """Communicators used by several threads, in another order on each rank.
+
+    NCCL asks for one order on all ranks (its user guide, "Using multiple NCCL
+    communicators concurrently"): kernels wait for their peers', so ranks that
+    start two of them in different orders wait for ever unless both can run at
+    once. What that takes:
+    """
+    together = {
+        # The blocks of a collective, and of send and receive too, whose channels come from the same number
+        # (ncclTopoComputeP2pChannels). At NCCL's own choice those of 7 communicators fill more than a GPU.
+        "NCCL_MAX_CTAS": "4",
+        # Hardware queues, 8 by default. There are more streams, and of two in one queue the second may wait
+        # for the first. 32 is the most that CUDA has.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # Loading a kernel at its first launch may wait for those that run (CUDA's guide, "Lazy Loading").
+        "CUDA_MODULE_LOADING": "EAGER",
+    }
+    name = "connecting in several threads"
+    stock = {**params, "stock": True}
+    return [
+        Step(name, "connecting", params, {**ENABLED, **together}, deadline=120),
+        Step(f"{name}, stock", "connecting", stock, together, deadline=120, default=False),
+        Step(f"{name}, stock, default queues", "connecting", stock, {}, default=False, may_hang=True),
     ]
 
 
@@ -133,15 +164,36 @@ def probe(python: str) -> dict[str, Any]:
     return found
 
 
-def unusable(found: dict[str, Any], ranks: int) -> str:
+def unusable(found: dict[str, Any], ranks: int, least: int = 2) -> str:
     """Why the scenarios can't run here; empty if they can."""
     if "missing" in found:
         return str(found["missing"])
-    if ranks < 2:
-        return f"two GPUs are needed, {found.get('gpus', 0)} found"
+    if ranks < least:
+        return f"{least} GPUs are needed, {found.get('gpus', 0)} found"
     if found["gpus"] < ranks:
         return f"{ranks} ranks need as many GPUs, {found['gpus']} found"
     return ""
+
+
+def torch_steps(cycles: int) -> list[Step]:
+    """Torch memory in regions: on one GPU, and together with NCCL."""
+    params = {"cycles": cycles, "max_bytes": 1 << 26}
+    one: dict[str, Any] = {"program": "torch_ranks.py", "gpus": 1}
+    several: dict[str, Any] = {"program": "torch_ranks.py"}
+    training = Step("torch training", "training", {**params, "steps": 3 * cycles}, deadline=90, **several)
+    # Without it, cuBLAS may sum in another order from run to run.
+    training.env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return [
+        Step("torch regions", "regions", params, deadline=90, **one),
+        Step("torch regions: nesting and threads", "region_rules", params, **one),
+        Step("torch regions: graph", "region_graph", params, **one),
+        Step("torch regions: shared with a process", "shared", params, deadline=90, **one),
+        Step("torch regions: out of memory", "region_memory", params, jobs=[{}, {}], **one),
+        Step("torch_memory_saver's interface", "saver", params, **one),
+        Step("torch tags and NCCL", "tags_and_nccl", params, deadline=90, **several),
+        Step("torch regions in NCCL's graph", "nccl_graph", params, **several),
+        training,
+    ]
 
 
 def build_c_program(folder: Path, nccl: str, compiler: str = "gcc") -> Path:
@@ -156,18 +208,26 @@ def build_c_program(folder: Path, nccl: str, compiler: str = "gcc") -> Path:
 
 def run_step(step: Step, setup: Setup) -> dict[str, Any]:
     """One line of the table, with all that was measured."""
+    short = unusable(setup.found, setup.ranks, step.gpus or 2)
+    if short:
+        return _row(step, launch.Outcome("SKIP", 0.0, [], short, ""))
     if step.scenario == "c_program":
         outcome = _run_c_program(step, setup)
-    elif step.scenario == "churn":
-        return _run_churn(step, setup)
+    elif step.scenario in ("churn", "training"):
+        return _run_beside_stock(step, setup)
     else:
         outcome = _run_ranks(step, setup, step.params, step.env)
-    return _row(step, outcome)
+    row = _row(step, outcome)
+    if step.may_hang and row["status"] in ("PASS", "TIMEOUT"):
+        rounds = min((r.get("rounds", 0) for r in outcome.results), default=0)
+        hung = f"hung after {rounds} rounds: {row['reason']}" if row["status"] == "TIMEOUT" else ""
+        row.update(status="SEEN", reason=hung or f"passed {rounds} rounds")
+    return row
 
 
 def _run_ranks(step: Step, setup: Setup, params: dict[str, Any], env: dict[str, str]) -> launch.Outcome:
-    argv = [setup.python, str(HERE / "ranks.py"), step.scenario, json.dumps(params)]
-    commands = launch.rank_commands(argv, setup.ranks, env, step.jobs)
+    argv = [setup.python, str(HERE / step.program), step.scenario, json.dumps(params)]
+    commands = launch.rank_commands(argv, step.gpus or setup.ranks, env, step.jobs)
     return launch.run(commands, step.deadline, debugger=setup.debugger)
 
 
@@ -182,26 +242,41 @@ def _run_c_program(step: Step, setup: Setup) -> launch.Outcome:
         return launch.run([launch.Command(argv, env)], step.deadline, debugger=setup.debugger)
 
 
-def _run_churn(step: Step, setup: Setup) -> dict[str, Any]:
-    """The same groups made and destroyed with stock NCCL first, then with amem."""
-    stock = _run_ranks(step, setup, {**step.params, "stock": True}, {})
+def _run_beside_stock(step: Step, setup: Setup) -> dict[str, Any]:
+    """The same work with stock NCCL first, then with amem."""
+    plain = {k: v for k, v in step.env.items() if not k.startswith("AMEM_")}
+    stock = _run_ranks(step, setup, {**step.params, "stock": True}, plain)
     if stock.status != "PASS":
         row = _row(step, stock)
-        row["reason"] = "stock NCCL: " + row["reason"]
+        row["reason"] = "stock: " + row["reason"]
         return row
     ours = _run_ranks(step, setup, step.params, step.env)
     row = _row(step, ours)
     row["seconds"] += stock.seconds
     row["stock_results"] = stock.results
-    if ours.status == "PASS":
-        for kind in ("leftover", "growth"):
-            more = max(o[kind] - s[kind] for o, s in zip(ours.results, stock.results))
-            row[f"{kind}_beyond_stock"] = more
-            if more > LEFTOVER_SLACK:
-                row["status"] = "FAIL"
-                row["reason"] = f"{kind} after the last group is {more >> 20} MB above stock NCCL's"
-        row["note"] = f"left behind {row['leftover_beyond_stock'] / 2**20:+.0f} MB against stock"
+    if row["status"] == "PASS":
+        compare = compare_leftovers if step.scenario == "churn" else compare_training
+        compare(row, ours.results, stock.results)
     return row
+
+
+def compare_leftovers(row: dict[str, Any], ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+    for kind in ("leftover", "growth"):
+        more = max(o[kind] - s[kind] for o, s in zip(ours, stock))
+        row[f"{kind}_beyond_stock"] = more
+        if more > LEFTOVER_SLACK:
+            row["status"] = "FAIL"
+            row["reason"] = f"{kind} after the last group is {more >> 20} MB above stock NCCL's"
+    row["note"] = f"left behind {row['leftover_beyond_stock'] / 2**20:+.0f} MB against stock"
+
+
+def compare_training(row: dict[str, Any], ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+    for rank, (o, s) in enumerate(zip(ours, stock)):
+        differ = [i for i, (a, b) in enumerate(zip(o["losses"], s["losses"])) if a != b]
+        if differ or o["weights"] != s["weights"]:
+            what = f"loss of step {differ[0]} differs" if differ else "weights after the last step differ"
+            row.update(status="FAIL", reason=f"rank {rank}: the {what} from that without amem")
+    row["note"] = f"{len(ours[0]['losses'])} steps, losses and weights as without amem"
 
 
 def _row(step: Step, outcome: launch.Outcome) -> dict[str, Any]:
@@ -239,7 +314,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     def number(value: Any, scale: float, digits: int) -> str:
         return "-" if value is None else f"{value * scale:.{digits}f}"
 
-    lines = [["step", "result", "s", "cycles", "NCCL MB", "given %", "pause ms", "resume ms", "note"]]
+    lines = [["step", "result", "s", "cycles", "held MB", "given %", "pause ms", "resume ms", "note"]]
     for row in rows:
         note = row["note"] if row["status"] == "PASS" else row["reason"]
         lines.append(
@@ -269,9 +344,14 @@ def write_results(out: Path, found: dict[str, Any], rows: list[dict[str, Any]]) 
 
 def choose(all_steps: list[Step], only: str, quick: bool) -> list[Step]:
     if not only:
-        return [s for s in all_steps if s.quick or not quick]
-    words = [w.strip().lower() for w in only.split(",") if w.strip()]
-    chosen = [s for s in all_steps if any(w in s.name.lower() or w == s.scenario for w in words)]
+        return [s for s in all_steps if s.default and (s.quick or not quick)]
+    text = only.strip().lower()
+    words = [w.strip() for w in text.split(",") if w.strip()]
+    chosen = [s for s in all_steps if s.name.lower() == text and "," in text] or [
+        s
+        for s in all_steps
+        if (any(w in s.name.lower() or w == s.scenario for w in words) if s.default else s.name.lower() in text)
+    ]
     if not chosen:
         raise SystemExit(f"no step matches {only}; there are: " + "; ".join(s.name for s in all_steps))
     return chosen
@@ -291,13 +371,14 @@ def main() -> int:
     args = parser.parse_args()
 
     started = time.monotonic()
-    chosen = choose(steps(args.cycles or (3 if args.quick else 10), 4 if args.quick else 10), args.only, args.quick)
+    every = steps(args.cycles or (3 if args.quick else 10), 4 if args.quick else 10)
+    chosen = every if args.list and not (args.only or args.quick) else choose(every, args.only, args.quick)
     if args.list:
-        print("\n".join(f"{s.name} ({s.scenario})" for s in chosen))
+        print("\n".join(f"{s.name} ({s.scenario}{'' if s.default else ', only by its name'})" for s in chosen))
         return 0
     found = probe(sys.executable)
     ranks = args.ranks or int(found.get("gpus", 0))
-    problem = unusable(found, ranks)
+    problem = unusable(found, ranks, 1)
     print(json.dumps({**found, "ranks": ranks}), flush=True)
     if problem:
         print(f"gpu_check can't run: {problem}")
@@ -307,7 +388,7 @@ def main() -> int:
     with launch.ended_with_us():
         for step in chosen:
             left = args.budget - (time.monotonic() - started)
-            if left < 15 or (args.stop and any(r["status"] not in ("PASS", "SKIP") for r in rows)):
+            if left < 15 or (args.stop and any(r["status"] not in FINE for r in rows)):
                 reason = "the budget is spent" if left < 15 else "an earlier step failed"
                 rows.append(_row(step, launch.Outcome("NOT RUN", 0.0, [], reason, "")))
                 continue
@@ -321,10 +402,12 @@ def main() -> int:
     write_results(args.out, found, rows)
     print()
     launch.print_table(table(rows))
-    passed = sum(r["status"] == "PASS" for r in rows)
-    skipped = sum(r["status"] == "SKIP" for r in rows)
-    failed = len(rows) - passed - skipped
-    print(f"{passed} passed, {failed} failed, {skipped} skipped in {time.monotonic() - started:.0f} s on {ranks} GPUs")
+    passed, skipped, seen = (sum(r["status"] == status for r in rows) for status in FINE)
+    failed = len(rows) - passed - skipped - seen
+    print(
+        f"{passed} passed, {failed} failed, {skipped} skipped{f', {seen} seen' if seen else ''} "
+        f"in {time.monotonic() - started:.0f} s on {ranks} GPUs"
+    )
     return 1 if failed else 0
 
 

@@ -14,17 +14,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import launch
 import run
 
-STEPS = run.steps(cycles=10, rounds=10)
+STEPS = run.choose(run.steps(cycles=10, rounds=10), only="", quick=False)
 
 
 @functools.cache
 def _setup() -> run.Setup | str:
     gpus = launch.device_count()
-    if gpus < 2:
-        return f"two GPUs are needed, {gpus} found"
+    if gpus < 1:
+        return "no GPU found"
     found = run.probe(sys.executable)
     ranks = int(os.environ.get("GPU_RANKS", found.get("gpus", 0)))
-    return run.unusable(found, ranks) or run.Setup(ranks, sys.executable, found)
+    return run.unusable(found, ranks, 1) or run.Setup(ranks, sys.executable, found)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name.replace(" ", "-"))
