@@ -269,6 +269,27 @@ func TestRegionOutOfMemory(t *testing.T) {
 	p.give(t, r, b)
 }
 
+// A tag that can't be resumed keeps no other paused.
+func TestOneTagOutOfMemory(t *testing.T) {
+	p := start(t, 1, 5*time.Second)[0]
+	other, large, small := p.region(t, "other", BackupNone), p.region(t, "large", BackupCPU), p.region(t, "small", BackupCPU)
+	a, b := p.torch(t, large, 256*mib, 1), p.torch(t, small, 2*mib, 2)
+	require.NoError(t, p.Pause("large,small,nccl"))
+	hog, err := p.Allocate(other, simtest.Memory-128*mib, 0)
+	require.NoError(t, err)
+	var oom *vmm.OutOfMemoryError
+	require.ErrorAs(t, p.Resume(""), &oom)
+	intact(t, p)
+	require.True(t, b.intact())
+	state, _ := p.TagState("large")
+	require.Equal(t, Paused, state)
+	require.NoError(t, p.Free(other, hog))
+	require.NoError(t, p.Resume(""))
+	require.True(t, a.intact())
+	p.give(t, large, a)
+	p.give(t, small, b)
+}
+
 func TestFreeHostOfRegions(t *testing.T) {
 	p := alone(t)
 	r := p.region(t, "weights", BackupCPU)

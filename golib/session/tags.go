@@ -122,25 +122,26 @@ func (s *Session) Resume(tags string) (done Transition, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
 	defer cancel()
 	clock := newClock()
+	var errs []error // one tag's failure keeps no other paused: other processes may wait for it
 	for _, r := range regions {
 		t, err := r.resume(ctx)
 		done.add(t)
 		if err != nil {
-			return done, fmt.Errorf("resume %q: %w", r.tag, err)
+			errs = append(errs, fmt.Errorf("resume %q: %w", r.tag, err))
 		}
 	}
 	if nccl {
 		t, err := s.resumeNCCL(ctx)
 		done.add(t)
 		if err != nil {
-			return done, fmt.Errorf("resume: %w", err)
+			errs = append(errs, fmt.Errorf("resume: %w", err))
 		}
 	}
 	if done.Changed {
 		done.Seconds = clock.total()
 		slog.Info("resumed", "tags", tags, "restored_bytes", done.Bytes, "seconds", done.Seconds)
 	}
-	return done, nil
+	return done, errors.Join(errs...)
 }
 
 // TagState answers the state of a tag's memory, of "" Paused if any is. known is
