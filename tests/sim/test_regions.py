@@ -228,7 +228,7 @@ def test_a_sharer_dies(who: str) -> None:
 
 def test_a_sharer_that_is_stopped() -> None:
     """The owner's pause ends in time, names it, and leaves the owner active."""
-    with programs(2, AMEM_ENABLE="1", AMEM_TIMEOUT_S="1") as group:
+    with programs(2, AMEM_ENABLE="1", AMEM_TIMEOUT_S="2") as group:
         a, b = group[0], group[1]
         pid = b.call("start_without_nccl", device=0)
         a.call("allocate", tag="weights", size=30 * MIB, seed=1)
