@@ -70,6 +70,7 @@ class Tensor:
     functions: _library.RegionFunctions | None
 
 
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 BACKUPS = {"none": 0, "cpu": 1, "disk": 2}
 
 
@@ -202,6 +203,11 @@ class Agent(Rank):
 
     def memory_state(self, tensor: int) -> int:
         return int(self.library().amem_memory_state(ctypes.c_void_p(self.tensors[tensor].pointer)))
+
+    def leave_others(self) -> bool:
+        """Whether this process is in a network namespace of its own now, where it sees no other's sockets."""
+        libc = ctypes.CDLL(None)
+        return libc.unshare(CLONE_NEWNET) == 0 or libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
 
     def start_without_nccl(self, device: int) -> int:
         """Takes the device, enables nothing and loads no NCCL."""
