@@ -207,7 +207,7 @@ class Agent(Rank):
     def leave_others(self) -> bool:
         """Whether this process is in a network namespace of its own now, where it sees no other's sockets."""
         libc = ctypes.CDLL(None)
-        return libc.unshare(CLONE_NEWNET) == 0 or libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
+        return any(libc.unshare(flags) == 0 for flags in (CLONE_NEWNET, CLONE_NEWUSER | CLONE_NEWNET))
 
     def start_without_nccl(self, device: int) -> int:
         """Takes the device, enables nothing and loads no NCCL."""
