@@ -311,6 +311,7 @@ func (r *Region) restore(ctx context.Context) (done Transition, err error) {
 	if !r.isPaused() {
 		return done, r.space.Attach(ctx, never)
 	}
+	defer r.space.Leave(false) // nobody has got any of it before
 	report, err := r.session.restore(ctx, r.space, never, newClock())
 	if err != nil {
 		return done, err

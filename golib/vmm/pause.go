@@ -435,10 +435,13 @@ func (s *Space) Restore() (Restored, error) {
 			r.Copied += c.Bytes()
 		}
 	}
-	// Not before all of it is there: what fails must be released again.
+	// Peers get none before all of it is there: what fails must be released again.
+	// Those who have opened a region's memory, not before the resume has succeeded.
 	s.leaving = true
 	s.mu.Unlock()
-	defer s.Leave(false)
+	if s.options.Region == "" {
+		defer s.Leave(false)
+	}
 	return r, s.AnyDevice(func() error {
 		err := s.putBack(list)
 		for _, m := range list {
