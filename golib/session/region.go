@@ -22,9 +22,11 @@ const (
 	BackupNone Backup = 0
 	BackupCPU  Backup = 1
 	BackupDisk Backup = 2
+
+	opened Backup = 3 // not this process's memory: another's, which it has opened
 )
 
-func (b Backup) String() string { return [...]string{"none", "cpu", "disk"}[b] }
+func (b Backup) String() string { return [...]string{"none", "cpu", "disk", "opened"}[b] }
 
 const (
 	maxRegions = 128 // as many functions as the hook has for allocators
@@ -73,6 +75,10 @@ func (s *Session) Region(tag string, backup Backup) (*Region, int, error) {
 	if backup < BackupNone || backup > BackupDisk {
 		return nil, 0, fmt.Errorf("%w: backup %d; 0 is none, 1 cpu, 2 disk", ErrArgument, int(backup))
 	}
+	return s.region(tag, backup)
+}
+
+func (s *Session) region(tag string, backup Backup) (*Region, int, error) {
 	s.regions.mu.Lock()
 	defer s.regions.mu.Unlock()
 	for i, r := range s.regions.list {

@@ -730,51 +730,6 @@ func (s *shared) round(t *testing.T, f fault) (steps map[string]int) {
 	return steps
 }
 
-// What a resume that fails has made and gives back again, nobody gets meanwhile.
-func TestAbandonedMemoryIsNotLent(t *testing.T) {
-	s := newShared(t, BackupNone) // the region that opened memory goes to, too
-	r := s.borrower.region(t, "weights", BackupNone)
-	lent := s.borrower.torch(t, r, 2*mib, 9)
-	borrowed := shares(t, s.borrower, s.owner, lent)
-	used := simtest.Used(t, 0)
-	for range 30 {
-		require.NoError(t, s.owner.Pause("weights"))
-		stop, ended := make(chan struct{}), make(chan struct{})
-		go func() { // maps what it can get
-			defer close(ended)
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-					check(t, s.borrower.Resume("weights"))
-				}
-			}
-		}()
-		atSockets(t, func(step string, _ int) error {
-			if step == "process 1 is asked: send fetch" {
-				return errInjected
-			}
-			return nil
-		})
-		require.ErrorIs(t, s.owner.Resume("weights"), errInjected)
-		atSockets(t, nil)
-		close(stop)
-		<-ended
-		require.NoError(t, s.owner.Resume("weights"))
-		require.Equal(t, used, simtest.Used(t, 0))
-		for i, own := range s.own {
-			own.fill(own.seed)
-			require.True(t, s.theirs[i].intact(), "both sides have the same memory")
-		}
-		require.True(t, lent.intact())
-		require.True(t, borrowed.intact())
-	}
-	s.owner.closes(t, borrowed)
-	s.borrower.give(t, r, lent)
-	s.end(t)
-}
-
 // Memory that is opened while its owner pauses is not kept by who opens it.
 func TestOpeningWhileItsOwnerPauses(t *testing.T) {
 	all := bare(t, 2, 20*time.Second)

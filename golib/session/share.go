@@ -15,8 +15,8 @@ import (
 
 // A region's memory is shared with other processes by handles of the size of
 // CUDA's own for cudaMalloc's memory (cudaIpcMemHandle_t), so that programs that
-// share memory in this way need not know. Memory that is opened belongs to the
-// region of the owner's tag, without backup. When the owner pauses it, the
+// share memory in this way need not know. Memory that is opened has the
+// owner's tag, in a region of its own. When the owner pauses it, the
 // processes that have opened it let go of it, and with the owner's resume they map
 // it again; each may also pause its tag itself.
 
@@ -124,7 +124,7 @@ func (s *Session) open(owner peer.Identity, part peer.Part) (cuda.Ptr, error) {
 	}
 	r := share.owner(d.Block)
 	if owner.ID != share.node.Self().ID {
-		r, _, err = s.Region(d.Tag, BackupNone)
+		r, _, err = s.region(d.Tag, opened)
 	}
 	if err != nil {
 		return 0, err
