@@ -56,7 +56,7 @@ type regions struct {
 	list    []*Region
 	share   *sharing // made with the first
 	numbers atomic.Uint64
-	folder  string // for BackupDisk; "": the system's for temporary files
+	folder  string // for BackupDisk; "": Options.Folder
 }
 
 func (s *Session) allRegions() []*Region {

@@ -730,6 +730,38 @@ func (s *shared) round(t *testing.T, f fault) (steps map[string]int) {
 	return steps
 }
 
+// What a resume that fails has made and gives back again, nobody gets meanwhile.
+func TestAbandonedMemoryIsNotLent(t *testing.T) {
+	s := newShared(t, BackupCPU)
+	for range 30 {
+		require.NoError(t, s.owner.Pause("weights"))
+		stop, ended := make(chan struct{}), make(chan struct{})
+		go func() { // maps what it can get
+			defer close(ended)
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					check(t, s.borrower.Resume("weights"))
+				}
+			}
+		}()
+		simtest.Fault(t, "cuStreamSynchronize", 1, cuda.ErrUnknown) // the contents are not in
+		require.ErrorIs(t, s.owner.Resume("weights"), cuda.ErrUnknown)
+		close(stop)
+		<-ended
+		require.Zero(t, simtest.Used(t, 0))
+		require.NoError(t, s.owner.Resume("weights"))
+		require.Equal(t, s.used, simtest.Used(t, 0))
+		for i, own := range s.own {
+			require.True(t, own.intact())
+			require.True(t, s.theirs[i].intact())
+		}
+	}
+	s.end(t)
+}
+
 // Memory that is opened while its owner pauses is not kept by who opens it.
 func TestOpeningWhileItsOwnerPauses(t *testing.T) {
 	all := bare(t, 2, 20*time.Second)
