@@ -119,10 +119,10 @@ char *amem_stats_json(void);
 void amem_free(char *text);
 
 /*
- * Gives the pinned host memory back that pauses have kept contents in, and that
- * is kept for the next. Not while paused.
+ * Gives the pinned host memory back that pauses of the tags (as of amem_pause())
+ * have kept contents in, and that is kept for the next. Not while paused.
  */
-amem_status amem_free_host_memory(void);
+amem_status amem_free_host_memory(const char *tags);
 
 /* Keeps jobs apart that share GPUs. Set it before the first communicator. */
 amem_status amem_set_group_id(int group);

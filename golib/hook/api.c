@@ -179,13 +179,13 @@ static amem_status change(const char *tags, bool pause) {
 PUBLIC amem_status amem_pause(const char *tags) { return change(tags, true); }
 PUBLIC amem_status amem_resume(const char *tags) { return change(tags, false); }
 
-PUBLIC amem_status amem_free_host_memory(void) {
+PUBLIC amem_status amem_free_host_memory(const char *tags) {
     last_error[0] = 0;
     amem_status status;
     const struct amem_core *core = need_core(NULL, &status);
     if (!core) return status;
     char text[AMEM_ERROR_TEXT] = "";
-    status = (amem_status)core->free_host(text);
+    status = (amem_status)core->free_host(tags ? tags : "", text);
     return status == AMEM_OK ? AMEM_OK : api_fail(status, text);
 }
 

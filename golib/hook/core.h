@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 3
+#define AMEM_CORE_ABI 4
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -96,7 +96,7 @@ struct amem_core {
     int (*resume)(const char *tags, char *text);
     int (*state)(const char *tag); /* an amem_state_t; "": paused if any tag is */
     char *(*stats)(void); /* JSON, malloc'd */
-    int (*free_host)(char *text);
+    int (*free_host)(const char *tags, char *text);
     int (*set_group)(int group, char *text);
     int (*get_group)(void);
 

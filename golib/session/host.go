@@ -81,12 +81,20 @@ func grow(space *vmm.Space, arena *offload.Arena) (grown bool, err error) {
 	return grown, err
 }
 
-// FreeHost gives the host memory back that is kept from one pause to the next.
-func (s *Session) FreeHost() error {
+// FreeHost gives the host memory back that is kept from one pause of the tags to
+// the next.
+func (s *Session) FreeHost(tags string) error {
+	regions, nccl, err := s.choose(tags)
+	if err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
 	defer cancel()
-	errs := []error{s.freeNCCLHost(ctx)}
-	for _, r := range s.allRegions() {
+	var errs []error
+	if nccl {
+		errs = append(errs, s.freeNCCLHost(ctx))
+	}
+	for _, r := range regions {
 		errs = append(errs, r.freeHost(ctx))
 	}
 	if err := errors.Join(errs...); err != nil {

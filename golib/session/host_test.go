@@ -12,13 +12,13 @@ import (
 
 func TestFreeHost(t *testing.T) {
 	p := start(t, 1, 20*time.Second)[0]
-	require.NoError(t, p.FreeHost(), "there is none")
+	require.NoError(t, p.FreeHost(""), "there is none")
 	require.NoError(t, p.Pause(""))
-	require.ErrorIs(t, p.FreeHost(), ErrState)
-	require.ErrorContains(t, p.FreeHost(), "resume it first")
+	require.ErrorIs(t, p.FreeHost(""), ErrState)
+	require.ErrorContains(t, p.FreeHost(""), "resume it first")
 	require.NoError(t, p.Resume(""))
 	require.Equal(t, 4*mib, p.Stats("").Host.Arena)
-	require.NoError(t, p.FreeHost())
+	require.NoError(t, p.FreeHost(""))
 	require.Zero(t, p.Stats("").Host.Arena)
 	require.NoError(t, p.Pause(""))
 	require.NoError(t, p.Resume(""))

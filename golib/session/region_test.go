@@ -295,16 +295,33 @@ func TestFreeHostOfRegions(t *testing.T) {
 	r := p.region(t, "weights", BackupCPU)
 	b := p.torch(t, r, 8*mib, 1)
 	require.NoError(t, p.Pause("weights"))
-	require.ErrorContains(t, p.FreeHost(), `tag "weights" is paused`)
+	require.ErrorContains(t, p.FreeHost(""), `tag "weights" is paused`)
 	require.NoError(t, p.Resume("weights"))
 	require.True(t, b.intact())
 	unregistered := simtest.Calls(t, "cuMemHostUnregister")
-	require.NoError(t, p.FreeHost())
+	require.NoError(t, p.FreeHost(""))
 	require.Equal(t, unregistered+1, simtest.Calls(t, "cuMemHostUnregister"))
 	require.NoError(t, p.Pause("weights"))
 	require.NoError(t, p.Resume("weights"))
 	require.True(t, b.intact())
 	p.give(t, r, b)
+}
+
+func TestFreeHostOfTags(t *testing.T) {
+	p := alone(t)
+	weights, optimizer := p.region(t, "weights", BackupCPU), p.region(t, "optimizer", BackupCPU)
+	a, b := p.torch(t, weights, 8*mib, 1), p.torch(t, optimizer, 8*mib, 2)
+	require.NoError(t, p.Pause(""))
+	require.NoError(t, p.Resume("weights"))
+	unregistered := simtest.Calls(t, "cuMemHostUnregister")
+	require.ErrorContains(t, p.FreeHost("optimizer"), `tag "optimizer" is paused`)
+	require.ErrorContains(t, p.FreeHost("weigths"), "the tags there are: nccl, weights, optimizer")
+	require.NoError(t, p.FreeHost("weights"))
+	require.Equal(t, unregistered+1, simtest.Calls(t, "cuMemHostUnregister"), "the other's holds its contents")
+	require.NoError(t, p.Resume(""))
+	require.True(t, a.intact() && b.intact())
+	p.give(t, weights, a)
+	p.give(t, optimizer, b)
 }
 
 func TestFreeWhatIsNone(t *testing.T) {

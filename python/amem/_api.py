@@ -197,16 +197,20 @@ def stats() -> Stats:
     return cast(Stats, _read_stats(_library.load()))
 
 
-def free_host_memory() -> None:
-    """Gives back the pinned host memory that pauses have kept contents in, and that is kept for the next.
+def free_host_memory(*tags: str) -> None:
+    """Gives back the pinned host memory that pauses of the tags have kept contents in, and that is kept for the next.
+
+    Args:
+        tags: which; none means all.
 
     Raises:
+        InvalidArgumentError: there is no such tag.
         NotEnabledError: amem is not enabled in this process.
-        InvalidStateError: the process is paused, and the memory holds the contents.
+        InvalidStateError: a tag is paused, and the memory holds its contents.
         AmemError: anything else. The memory is kept.
     """
     library = _loaded()
-    _library.check(library, "amem_free_host_memory", library.amem_free_host_memory())
+    _library.check(library, "amem_free_host_memory", library.amem_free_host_memory(_library.tag_list(tags)))
 
 
 def set_group_id(group: int) -> None:

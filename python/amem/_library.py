@@ -35,7 +35,7 @@ FUNCTIONS = (
     # Not c_char_p: ctypes would make a copy and lose the pointer to free.
     ("amem_stats_json", c_void_p, ()),
     ("amem_free", None, (c_void_p,)),
-    ("amem_free_host_memory", c_int, ()),
+    ("amem_free_host_memory", c_int, (c_char_p,)),
     ("amem_set_group_id", c_int, (c_int,)),
     ("amem_get_group_id", c_int, (POINTER(c_int),)),
     ("amem_last_error", c_char_p, ()),

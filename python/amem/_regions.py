@@ -104,6 +104,18 @@ def disable() -> Iterator[None]:
         _pop(owner)
 
 
+@contextlib.contextmanager
+def disable_and_give_back() -> Iterator[None]:
+    """disable(), with pools of its own: what is freed inside goes back to the device when this ends."""
+    owner, pools = object(), _Pools(_torch(), None)
+    _push(owner, None, pools)
+    try:
+        yield
+    finally:
+        _pop(owner)
+        _close([pools])
+
+
 def current_region() -> Region | None:
     """The region that this thread is in, or None, for a thread that it starts to enter too.
 
@@ -290,6 +302,7 @@ _memories: dict[tuple[str, Backup], _Memory] = {}
 _ordinary: _Pools | None = None
 _ordinary_lock = threading.Lock()
 _checked: Any = None
+_lt_workspace: _LtWorkspace | None = None
 _forked = False
 
 
@@ -304,11 +317,13 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _push(owner: object, wanted: Region | None) -> None:
+def _push(owner: object, wanted: Region | None, pools: _Pools | None = None) -> None:
+    """pools: those to use where wanted is None."""
     frames = _thread.frames
-    if wanted is not None and not frames:
-        _allocate_workspace(_torch())
-    pools = _take(wanted)
+    if wanted is not None:
+        if not frames:
+            _allocate_workspaces(_torch())
+        pools = _take(wanted)
     try:
         _switch(frames[-1].pools if frames else None, pools)
     except BaseException:
@@ -320,14 +335,32 @@ def _push(owner: object, wanted: Region | None) -> None:
         frame.autograd = _single_threaded_autograd()
 
 
-def _allocate_workspace(torch: Any) -> None:
-    """Makes torch allocate cuBLAS's workspace for the current stream now.
+def _allocate_workspaces(torch: Any) -> None:
+    """Makes torch allocate the workspaces of cuBLAS and cuBLASLt for the current stream now.
 
-    It does so at a stream's first product, and uses it for all later ones: it
-    must not be a region's, or products would use paused memory.
+    It does so at a stream's first product, and uses them for all later ones:
+    they must not be a region's, or products would use paused memory.
     """
-    if torch._C._cuda_hasPrimaryContext(torch._C._cuda_getDevice()):  # else that would start CUDA on this device
-        torch.cuda.current_blas_handle()
+    if not torch._C._cuda_hasPrimaryContext(torch._C._cuda_getDevice()):
+        return  # that would start CUDA on this device
+    torch.cuda.current_blas_handle()
+    if _lt_workspace is not None:
+        # What C++ throws would end the process here. With the memory in torch's cache it throws nothing.
+        torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(_lt_workspace.size()))
+        _lt_workspace.allocate()
+
+
+class _LtWorkspace:
+    """at::cuda::getCUDABlasLtWorkspace(), which Python has no name for, and its size in bytes.
+
+    AttributeError: torch has none of its own, as before 2.9.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so"))
+        self.allocate = library._ZN2at4cuda22getCUDABlasLtWorkspaceEv
+        self.size = library._ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv
+        self.allocate.restype, self.size.restype = ctypes.c_void_p, ctypes.c_size_t
 
 
 def _single_threaded_autograd() -> Any:
@@ -481,7 +514,7 @@ def _keep(thing: Any) -> None:
 
 def _torch() -> Any:
     """torch, with CUDA started as far as regions need it."""
-    global _checked
+    global _checked, _lt_workspace
     if _checked is None:
         try:
             import torch
@@ -494,6 +527,8 @@ def _torch() -> Any:
             raise TorchError(f"a region needs a CUDA device, and torch has none: {error}") from error
         if _release(torch) < (2, 11):
             _separate_graphs(torch)
+        with contextlib.suppress(OSError, AttributeError):
+            _lt_workspace = _LtWorkspace(torch)
         _checked = torch
     return _checked
 

@@ -46,6 +46,8 @@ class _Config(threading.local):
         self.backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned"
 
     def region(self) -> _regions.Region:
+        if self.cpu_backup and self.backend == "mmap":
+            _given_back.add(self.tag)
         return _regions.region(self.tag, _backup_of(self.cpu_backup, self.disk_backup))
 
     def apply(self) -> None:
@@ -63,6 +65,8 @@ class _Config(threading.local):
 
 
 _config = _Config()
+# The tags whose host memory a resume gives back: those of the backend "mmap", whose callers count on that.
+_given_back: set[str] = set()
 
 
 def _backup_of(cpu: bool, disk: bool) -> _regions.Backup:
@@ -83,7 +87,7 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """amem.region(). Both backends of a CPU backup are amem's pinned memory."""
+        """amem.region(). Both backends of a CPU backup are amem's pinned memory; that of "mmap" goes with a resume."""
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if enable_cpu_backup and enable_disk_backup:
             raise InvalidArgumentError("enable_cpu_backup and enable_disk_backup exclude each other")
@@ -109,7 +113,10 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """amem.disable(). Outside of a region it does nothing."""
+        """amem.disable(), of which what is freed inside goes back to the device when it ends.
+
+        Outside of a region it does nothing.
+        """
         with self._ensure_initialized().disable():
             yield
 
@@ -175,7 +182,7 @@ def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
     if backend is None:
         return
     if not enable_cpu_backup:
-        raise InvalidArgumentError("cpu_backup_backend needs enable_cpu_backup=True")
+        raise InvalidArgumentError("cpu_backup_backend requires enable_cpu_backup=True")
     _checked_backend(backend)
 
 
@@ -206,7 +213,9 @@ class _Impl:
         parts = {"tag": tag, "interesting": True, "cpu_backup": enable_cpu_backup, "disk_backup": enable_disk_backup}
         if cpu_backup_backend is not None:
             parts["backend"] = cpu_backup_backend
-        with _regions.region(tag, _backup_of(enable_cpu_backup, enable_disk_backup)), _config.changed(**parts):
+        with _config.changed(**parts):
+            wanted = _config.region()
+        with wanted, _config.changed(**parts):  # entering may start CUDA, for which TMS_INIT_ENABLE waits
             yield
 
     @contextlib.contextmanager
@@ -220,15 +229,20 @@ class _Impl:
         enable_cpu_backup: bool,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
-        backup = _backup_of(enable_cpu_backup, False)
+        parts = {"backend": cpu_backup_backend} if cpu_backup_backend is not None else {}
+        with _config.changed(tag=tag, cpu_backup=enable_cpu_backup, disk_backup=False, **parts):
+            wanted = _config.region()
         with _regions.cuda_graph(
-            cuda_graph, tag, backup, pool=pool, stream=stream, capture_error_mode=capture_error_mode
+            cuda_graph, wanted.tag, wanted.backup, pool=pool, stream=stream, capture_error_mode=capture_error_mode
         ):
             yield
 
     @contextlib.contextmanager
     def disable(self, dispose_mem_pool_after_use: bool = True) -> Iterator[None]:
-        with _regions.disable(), _config.changed(interesting=False):
+        if _regions.current_region() is None:
+            yield
+            return
+        with _regions.disable_and_give_back(), _config.changed(interesting=False):
             yield
 
     def pause(self, tag: str | None) -> None:
@@ -238,8 +252,12 @@ class _Impl:
 
     def resume(self, tag: str | None) -> None:
         tags = _known(tag)
-        if tags:
-            _api.resume(*tags)
+        if not tags:
+            return
+        _api.resume(*tags)
+        done = _given_back.intersection(tags)
+        if done and not _functions.tms_get_retain_cpu_backup():
+            _api.free_host_memory(*sorted(done))
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
         library = _library.loaded()

@@ -183,10 +183,14 @@ def torch_steps(cycles: int) -> list[Step]:
     training = Step("torch training", "training", {**params, "steps": 3 * cycles}, deadline=90, **several)
     # Without it, cuBLAS may sum in another order from run to run.
     training.env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    expandable = Step("torch regions: expandable segments", "regions", params, deadline=90, **one)
+    expandable.env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return [
         Step("torch regions", "regions", params, deadline=90, **one),
         Step("torch regions: nesting and threads", "region_rules", params, **one),
         Step("torch regions: graph", "region_graph", params, **one),
+        Step("torch regions: left paused", "left_paused", params, **one),
+        expandable,
         Step("torch regions: shared with a process", "shared", params, deadline=90, **one),
         Step("torch regions: out of memory", "region_memory", params, jobs=[{}, {}], **one),
         Step("torch_memory_saver's interface", "saver", params, **one),

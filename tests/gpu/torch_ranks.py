@@ -217,12 +217,37 @@ def region_rules(r: Rank) -> dict[str, Any]:
     """Which tag memory belongs to: nested, without, in other threads, in backward, and after it was freed."""
     cublas_workspace(r)
     for number in range(int(r.params["cycles"])):
-        for part in (nested, without, threads, freed, backward):
+        for part in (products, nested, without, threads, freed, backward):
             r.stage(f"cycle {number}: {part.__name__}")
             part(r)
             gc.collect()
             torch.cuda.empty_cache()
+    others = [d for d in range(torch.cuda.device_count()) if d != r.device.index]
+    started = [d for d in others if torch._C._cuda_hasPrimaryContext(d)]
+    check(not started, f"a region has started CUDA on GPU {started}, which nobody uses")
     return {}
+
+
+def products(r: Rank) -> None:
+    """What cuBLASLt, which a product with a bias goes through, keeps from its first use in a region on."""
+    import amem
+
+    def product(data: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(data[0], data, data)
+
+    def make_data() -> torch.Tensor:
+        return torch.randn(512, 512, generator=r.generator, device=r.device).bfloat16()
+
+    with amem.region("products", backup="cpu"):
+        data = make_data()
+        result = product(data)
+    wanted, plain = result.cpu(), make_data()
+    expected = give_back(r, 2 * 2 * 512 * 512, "products")
+    product(plain)
+    torch.cuda.synchronize()  # an illegal address, if it used the region's memory
+    bring_back(r, expected, "products")
+    check(torch.equal(result.cpu(), wanted), "a product has changed")
+    check(torch.equal(product(data).cpu(), wanted), "the same product gives another result")
 
 
 def nested(r: Rank) -> None:
@@ -395,6 +420,23 @@ def region_graph(r: Rank) -> dict[str, Any]:
             r.scribble()
             bring_back(r, expected, *tags)
             replay(f"after {tags or 'all'} was paused")
+    return {}
+
+
+LEFT: list[Any] = []
+
+
+def left_paused(r: Rank) -> dict[str, Any]:
+    """The process ends while its memory is paused, with tensors and a graph that live until Python's end."""
+    import amem
+
+    blocks = [block for tag, backup in KINDS.items() for block in make(r, tag, backup)]
+    graph: Any = torch.cuda.CUDAGraph()
+    with amem.cuda_graph(graph, "graph", "none"):
+        result = blocks[0].tensor + 1
+    graph.replay()
+    give_back(r, size_of(blocks))
+    LEFT.extend((blocks, graph, result))
     return {}
 
 
@@ -813,6 +855,7 @@ SCENARIOS: dict[str, Callable[[Rank], dict[str, Any]]] = {
         regions,
         region_rules,
         region_graph,
+        left_paused,
         shared,
         region_memory,
         saver,

@@ -261,7 +261,14 @@ void amem_free(char *text) {
 
 int fake_frees(void) { return frees; }
 
-int amem_free_host_memory(void) { return answer(state == 3 ? 7 : 0); }
+static char freed[100];
+
+const char *fake_freed(void) { return freed; }
+
+int amem_free_host_memory(const char *tags) {
+    snprintf(freed + strlen(freed), sizeof freed - strlen(freed), "[%s]", tags ? tags : "");
+    return answer(state == 3 ? 7 : 0);
+}
 
 int amem_set_group_id(int to) {
     if (to < 0) return answer(6);

@@ -371,6 +371,8 @@ def empty_cache() -> None:
             device.empty()
 
 
+cached: list[int] = []  # the sizes that were asked for
+
 torch = ModuleType("torch")
 cuda: Any = ModuleType("torch.cuda")
 
@@ -403,6 +405,8 @@ def install() -> None:
         set_device=set_device,
         _maybe_exchange_device=maybe_exchange_device,
         current_blas_handle=blas_handle,
+        caching_allocator_alloc=cached.append,
+        caching_allocator_delete=lambda _: None,
         is_current_stream_capturing=lambda: thread.capturing is not None,
         get_allocator_backend=lambda: "cudaMallocAsync" if "native" in WITHOUT else "native",
         memory_stats=memory_stats,

@@ -270,6 +270,52 @@ show(seen)
     assert result(script, folder, FAKE_SPLIT="1") == expected
 
 
+def test_a_resume_gives_the_host_memory_of_mmap_back(folder: Path) -> None:
+    script = """
+for tag, arguments in [
+    ("pinned", {"enable_cpu_backup": True, "cpu_backup_backend": "pinned"}),
+    ("plain", {"enable_cpu_backup": True}),
+    ("mapped", {"enable_cpu_backup": True, "cpu_backup_backend": "mmap"}),
+    ("cache", {}),
+]:
+    with saver.region(tag, **arguments):
+        torch.empty(4)
+with saver.cuda_graph(torch.cuda.CUDAGraph(), tag="graph", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+    pass
+for retain in (True, False):
+    saver.retain_cpu_backup = retain
+    saver.pause()
+    saver.resume("plain")
+    saver.resume()
+library = ctypes.CDLL("libamem_hook.so")
+library.fake_freed.restype = ctypes.c_char_p
+show(library.fake_freed().decode())
+"""
+    assert result(script, folder) == "[graph,mapped]"
+    everywhere = "[graph,mapped,plain]"
+    assert result(script, folder, TMS_INIT_CPU_BACKUP_BACKEND="mmap") == "[plain]" + everywhere
+
+
+def test_disable_gives_back_what_was_freed_inside(folder: Path) -> None:
+    script = """
+def ordinary():
+    return torch.cuda.memory_stats(0)["reserved_bytes.all.current"]
+with saver.region("weights"):
+    before = ordinary()
+    with saver.disable():
+        kept, freed = torch.empty(10), torch.empty(1000)
+        seen = [ordinary() - before, bytes_of("weights", 0)]
+        del freed
+    seen += [ordinary() - before, kept.write(b"1234567890").read()[-1]]
+    torch.empty(100)
+    seen.append(bytes_of("weights", 0))
+with saver.disable():
+    pass
+show(seen)
+"""
+    assert result(script, folder) == [1010, 0, 10, ord("0"), 100]
+
+
 def test_get_cpu_backup_of_what_has_none_is_an_exception(folder: Path) -> None:
     script = """
 with saver.region("cache"):
@@ -491,7 +537,7 @@ show([bytes_of("default", 1)])
 def test_init_enable_leaves_empty_cache_its_effect(folder: Path) -> None:
     script = """
 kept = torch.empty(10)
-with saver.disable():
+with amem.disable():
     torch.empty(20)
 torch.empty(30)
 before = [bytes_of("default", 1), [s.size for s in fake_torch.devices[0].default.segments]]

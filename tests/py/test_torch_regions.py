@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,40 @@ show([started, bytes_of("weights")])
     assert result(script.replace("BEFORE", "True"), folder) == [True, 1000]
     # Entering starts CUDA on no device, which may not be the one to be used.
     assert result(script.replace("BEFORE", "False"), folder) == [False, 1008]
+
+
+# What amem calls of libtorch_cuda.so, which calls back when it would allocate.
+LT_WORKSPACE = """
+#include <stddef.h>
+void (*allocates)(void);
+size_t _ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv(void) { return 5000; }
+void *_ZN2at4cuda22getCUDABlasLtWorkspaceEv(void) { allocates(); return 0; }
+"""
+
+
+def test_the_workspace_of_cublaslt_is_no_regions(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "lt.c").write_text(LT_WORKSPACE)
+    library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"
+    library.parent.mkdir(parents=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "lt.c"], check=True, timeout=60)
+    script = f"""
+torch.__file__ = {str(tmp_path / "torch" / "__init__.py")!r}
+inside, asked = [], []
+
+@ctypes.CFUNCTYPE(None)
+def allocates():
+    device = fake_torch.devices[0]
+    inside.append(device.pool() is not device.default)
+    asked.extend(fake_torch.cached)
+
+ctypes.c_void_p.in_dll(ctypes.CDLL({str(library)!r}), "allocates").value = ctypes.cast(allocates, ctypes.c_void_p).value
+torch.empty(100)  # CUDA starts
+with amem.region("weights"):
+    torch.empty(1000)
+show([inside, asked])
+"""
+    # Torch's cache has the memory already, so that nothing can be thrown.
+    assert result(script, folder) == [[False], [5000]]
 
 
 def test_memory_allocated_inside_is_the_regions(folder: Path) -> None:

@@ -300,9 +300,9 @@ func amemStats() (text *C.char) {
 }
 
 //export amemFreeHost
-func amemFreeHost(text *C.char) (status C.int) {
+func amemFreeHost(tags, text *C.char) (status C.int) {
 	defer func() { status = guardControl(recover(), status, text) }()
-	return controlError(current.FreeHost(), text)
+	return controlError(current.FreeHost(C.GoString(tags)), text)
 }
 
 //export amemSetGroup

@@ -37,7 +37,7 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->resume = (void *)amemResume;
     core->state = (void *)amemState;
     core->stats = amemStats;
-    core->free_host = amemFreeHost;
+    core->free_host = (void *)amemFreeHost;
     core->set_group = amemSetGroup;
     core->get_group = amemGetGroup;
     core->region = (void *)amemRegion;
