@@ -12,6 +12,7 @@
 package peer
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -34,6 +35,9 @@ import (
 type ID [16]byte
 
 func (id ID) String() string { return hex.EncodeToString(id[:]) }
+
+// Compare orders IDs.
+func (id ID) Compare(other ID) int { return bytes.Compare(id[:], other[:]) }
 
 // MarshalText writes the identity as hexadecimal digits.
 func (id ID) MarshalText() ([]byte, error) { return []byte(id.String()), nil }
@@ -564,6 +568,20 @@ func (n *Node) Freed(block uint64) {
 			delete(l.told, block)
 		}
 	})
+}
+
+// Importers lists the processes that map a block of this process, in order.
+func (n *Node) Importers(block uint64) []ID {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var list []ID
+	for id, l := range n.links {
+		if !l.gone && l.exports[block] {
+			list = append(list, id)
+		}
+	}
+	slices.SortFunc(list, ID.Compare)
+	return list
 }
 
 // Gone tells whether the process is known to have ended.

@@ -72,9 +72,12 @@ func TestSlabsAreMerged(t *testing.T) {
 	require.Equal(t, files, openFiles(t))
 }
 
-// What is put together: adjacent slabs of one window with the same rights, up to a limit.
+// What is put together: adjacent slabs of one window with the same rights that the
+// same peers map, up to a limit. Little is, whoever maps it.
 func TestRegroup(t *testing.T) {
+	peers := newNetwork()
 	s := New(nil, Options{})
+	s.SetPeers(port{peers, peer.Identity{}})
 	one, other := &window{base: 1 << 40}, &window{base: 1<<40 + 400*1<<20}
 	add := func(w *window, at, size uint64, change func(m *memory)) {
 		b := &block{id: s.options.Numbers.Add(1), window: w, home: 1<<40 + cuda.Ptr(at), size: size}
@@ -94,6 +97,26 @@ func TestRegroup(t *testing.T) {
 	add(other, 1040*mib, 10*mib, func(m *memory) { m.access = rights(1) })
 	add(other, 1050*mib, 10*mib, func(m *memory) { m.access, m.keep = rights(1), KeepNIC })
 	add(nil, 1060*mib, 10*mib, func(m *memory) { m.access = rights(1) })
+	imported := func(by ...byte) func(m *memory) {
+		return func(m *memory) {
+			for _, id := range by {
+				key := importKey{block: m.blocks[0].id}
+				peers.maps[key] = append(peers.maps[key], peer.ID{id})
+			}
+		}
+	}
+	third := &window{base: 1 << 41}
+	at := uint64(1 << 40)
+	for _, part := range []struct {
+		size uint64
+		by   []byte
+	}{
+		{160, []byte{1}}, {160, []byte{1}}, {160, []byte{2}}, {32, []byte{2, 3}}, {32, []byte{1}}, {160, []byte{1}},
+		{20, []byte{1}}, {160, []byte{1, 2, 3}}, {160, nil}, {160, nil},
+	} {
+		add(third, at, part.size*mib, imported(part.by...))
+		at += part.size * mib
+	}
 	for range 2 { // the second time changes nothing
 		s.regroup()
 		var sizes []uint64
@@ -103,7 +126,7 @@ func TestRegroup(t *testing.T) {
 				require.Same(t, m, b.mem)
 			}
 		}
-		require.Equal(t, []uint64{400, 10, 10, 10, 300, 300, 10, 10, 10}, sizes)
+		require.Equal(t, []uint64{400, 10, 10, 10, 300, 300, 10, 10, 10, 320, 160, 64, 180, 160, 320}, sizes)
 	}
 }
 
@@ -152,7 +175,7 @@ func TestViewsOfMergedMemory(t *testing.T) {
 	n := nccl{Space: p.owner}
 	var more []buffer
 	var fds []int
-	for range 16 {
+	for range 6 { // little enough to be put together with what a peer maps
 		b := n.mustAllocate(t, 8*mib)
 		simtest.Fill(b.at, 9, b.size)
 		more = append(more, b)

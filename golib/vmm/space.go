@@ -38,6 +38,7 @@ type Peers interface {
 	Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, now bool) ([]peer.Memory, uint64, error)
 	Drop(owner peer.Identity, block uint64)
 	Freed(block uint64)
+	Importers(block uint64) []peer.ID // in order
 	Settle(part peer.Part) (unused bool)
 	Ended(owner peer.Identity, part peer.Part)
 	Gone(who peer.Identity) bool

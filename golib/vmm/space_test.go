@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -32,12 +33,14 @@ type network struct {
 	ready  map[peer.ID]uint64 // the generation that an owner has announced
 	drops  map[uint64]int     // by block
 	freed  map[uint64]int
-	users  map[importKey]int // of parts that their owners have freed
+	users  map[importKey]int       // of parts that their owners have freed
+	maps   map[importKey][]peer.ID // who maps whose block
 }
 
 func newNetwork() *network {
 	return &network{spaces: map[peer.ID]*Space{}, gone: map[peer.ID]bool{}, ready: map[peer.ID]uint64{},
-		drops: map[uint64]int{}, freed: map[uint64]int{}, users: map[importKey]int{}}
+		drops: map[uint64]int{}, freed: map[uint64]int{}, users: map[importKey]int{},
+		maps: map[importKey][]peer.ID{}}
 }
 
 // port is one Space's Peers.
@@ -51,6 +54,10 @@ func (p port) Self() peer.Identity { return p.self }
 func (p port) Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, _ bool) ([]peer.Memory, uint64, error) {
 	p.mu.Lock()
 	space := p.spaces[owner.ID]
+	for _, b := range blocks {
+		key := importKey{owner.ID, b}
+		p.maps[key] = slices.Compact(slices.SortedFunc(slices.Values(append(p.maps[key], p.self.ID)), peer.ID.Compare))
+	}
 	p.mu.Unlock()
 	if space == nil || p.Gone(owner) {
 		return nil, 0, peer.ErrGone
@@ -58,10 +65,18 @@ func (p port) Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, _
 	return space.Serve(ctx, p.self, blocks)
 }
 
-func (p port) Drop(_ peer.Identity, block uint64) {
+func (p port) Drop(owner peer.Identity, block uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.drops[block]++
+	key := importKey{owner.ID, block}
+	p.maps[key] = slices.DeleteFunc(slices.Clone(p.maps[key]), func(id peer.ID) bool { return id == p.self.ID })
+}
+
+func (p port) Importers(block uint64) []peer.ID {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.maps[importKey{p.self.ID, block}]
 }
 
 func (p port) Freed(block uint64) {
