@@ -9,6 +9,9 @@ package offload
 import (
 	"errors"
 	"fmt"
+	"os"
+	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -23,9 +26,9 @@ const (
 	// The arena grows by pieces of this size: the first is copied to while the
 	// next is pinned, and the one after that is populated.
 	maxPiece = 512 << 20
-	// Pages are populated by this many threads: the kernel clears them at
+	// Pages are populated by this many threads at most: the kernel clears them at
 	// memory speed then, and not at one core's.
-	populators = 8
+	populators = 16
 	// A thread's share is not made smaller than this.
 	minShare = 32 << 20
 )
@@ -222,7 +225,8 @@ func (a *Arena) read(c *Contents, from uint64, to []byte) error {
 }
 
 // populated maps anonymous memory, in huge pages where there are any, all of
-// it present.
+// it present. Pages are touched for that: MADV_POPULATE_WRITE took five times as
+// long for huge pages (Linux 6.18, 8 threads), and pinning what is not there ten.
 func populated(size uint64, node int) ([]byte, error) {
 	memory, err := unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
@@ -230,25 +234,19 @@ func populated(size uint64, node int) ([]byte, error) {
 	}
 	_ = unix.Madvise(memory, unix.MADV_HUGEPAGE) // a wish only
 	preferNode(memory, node)
-	share := max(minShare, (size/populators+hugePage-1)&^(hugePage-1))
+	threads := uint64(min(populators, runtime.GOMAXPROCS(0)))
+	share := max(minShare, (size/threads+hugePage-1)&^(hugePage-1))
 	var wg sync.WaitGroup
-	failures := make([]error, (size+share-1)/share)
-	for i := range failures {
-		part := memory[uint64(i)*share : min(uint64(i+1)*share, size)]
+	for part := range slices.Chunk(memory, int(share)) {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			failures[i] = unix.Madvise(part, unix.MADV_POPULATE_WRITE)
+			for at := 0; at < len(part); at += os.Getpagesize() {
+				part[at] = 0
+			}
 		}()
 	}
 	wg.Wait()
-	err = errors.Join(failures...)
-	if errors.Is(err, unix.EINVAL) { // before Linux 5.14: pinning populates, on one core
-		err = nil
-	}
-	if err != nil {
-		return nil, errors.Join(err, unix.Munmap(memory))
-	}
 	return memory, nil
 }
 

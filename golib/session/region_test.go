@@ -816,3 +816,31 @@ func TestOpeningWhileItsOwnerPauses(t *testing.T) {
 	require.NotZero(t, <-ended)
 	a.give(t, r, own)
 }
+
+// What was opened while its owner paused and resumed is there when both have ended.
+func TestOpenedWhileItsOwnerPauses(t *testing.T) {
+	all := bare(t, 2, 20*time.Second)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	own := a.torch(t, r, 8*mib, 1)
+	handle, _, err := a.ShareHandle(own.at, true)
+	require.NoError(t, err)
+	for range 300 {
+		opened := make(chan cuda.Ptr, 1)
+		go func() {
+			defer simtest.Use(t, 0)()
+			at, _, err := b.OpenHandle(handle)
+			check(t, err)
+			opened <- at
+		}()
+		require.NoError(t, a.Pause("weights"))
+		require.NoError(t, a.Resume("weights"))
+		at := <-opened
+		state, _ := b.MemoryState(at)
+		require.Equal(t, Active, state)
+		require.True(t, simtest.Holds(at, 1, 8*mib))
+		_, err := b.CloseHandle(at)
+		require.NoError(t, err)
+	}
+	a.give(t, r, own)
+}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"amem/golib/cuda"
 	"amem/golib/offload"
@@ -193,7 +194,7 @@ func (s *Space) evaporate(m *memory) (err error) {
 // the slabs at the same offsets. No address in it is used twice, since peers
 // may let go of a slab later than its owner.
 type window struct {
-	id   uint64 // its address at the owner
+	id   uint64 // the owner's number of it: its address may be that of a later one
 	base cuda.Ptr
 	size uint64
 
@@ -206,6 +207,9 @@ type window struct {
 	next   uint64 // the owner's: where the next slab goes
 	blocks int
 }
+
+// windows numbers those of this process.
+var windows atomic.Uint64
 
 // windowSize is far more than a device's class of slabs takes at one time.
 // Addresses cost nothing until they are mapped.
@@ -223,7 +227,7 @@ func (s *Space) settle(b *block) error {
 			return err
 		}
 		s.mu.Lock()
-		s.windows[b.class] = &window{id: uint64(base), base: base, size: windowSize}
+		s.windows[b.class] = &window{id: windows.Add(1), base: base, size: windowSize}
 		s.mu.Unlock()
 		s.fit(b)
 		return nil

@@ -251,13 +251,12 @@ func (s *Space) view(d Descriptor) (cuda.Handle, <-chan struct{}, error) {
 		s.imports[key] = b
 		s.mu.Unlock()
 		id, err := s.firstView(b, d)
-		s.mu.Lock()
-		close(b.fetching)
-		b.fetching = nil
 		if err != nil {
+			s.mu.Lock()
 			delete(s.imports, key)
+			b.arrived()
+			s.mu.Unlock()
 		}
-		s.mu.Unlock()
 		return id, nil, err
 	}
 	defer s.mu.Unlock()
@@ -299,6 +298,7 @@ func (s *Space) firstView(b *block, d Descriptor) (id cuda.Handle, err error) {
 		}
 		s.mu.Lock()
 		defer s.mu.Unlock()
+		b.arrived() // whatever the owner says of it from now on counts
 		if b.owner.Group != s.peers.Self().Group && s.options.Region == "" {
 			b.mem.keep = KeepGroup
 		}
@@ -313,6 +313,12 @@ func (s *Space) firstView(b *block, d Descriptor) (id cuda.Handle, err error) {
 		return 0, fmt.Errorf("import memory of %s: %w", b.owner, err)
 	}
 	return id, nil
+}
+
+// arrived ends a block's first fetch. mu is held.
+func (b *block) arrived() {
+	close(b.fetching)
+	b.fetching = nil
 }
 
 // fetched calls f with an owner's memory of the blocks, as of now: what the owner
