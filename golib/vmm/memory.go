@@ -208,8 +208,8 @@ type window struct {
 	blocks int
 }
 
-// windows numbers those of this process.
-var windows atomic.Uint64
+// windowNumbers counts the windows that this process has made.
+var windowNumbers atomic.Uint64
 
 // windowSize is far more than a device's class of slabs takes at one time.
 // Addresses cost nothing until they are mapped.
@@ -227,7 +227,7 @@ func (s *Space) settle(b *block) error {
 			return err
 		}
 		s.mu.Lock()
-		s.windows[b.class] = &window{id: windows.Add(1), base: base, size: windowSize}
+		s.windows[b.class] = &window{id: windowNumbers.Add(1), base: base, size: windowSize}
 		s.mu.Unlock()
 		s.fit(b)
 		return nil
