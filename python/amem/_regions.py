@@ -353,7 +353,7 @@ def _allocate_workspaces(torch: Any) -> None:
 class _LtWorkspace:
     """at::cuda::getCUDABlasLtWorkspace(), which Python has no name for, and its size in bytes.
 
-    AttributeError: torch has none of its own, as before 2.9.
+    AttributeError: this torch has no such function; older ones allocate it for each product.
     """
 
     def __init__(self, torch: Any) -> None:

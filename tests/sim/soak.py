@@ -90,6 +90,10 @@ class Tensor:
     seed: int
     opened: dict[int, int]
 
+    def everywhere(self) -> list[tuple[int, int]]:
+        """The ranks that have it, and its number there."""
+        return [(self.owner, self.number), *self.opened.items()]
+
 
 class Soak:
     def __init__(self, group: Ranks, seed: int) -> None:
@@ -173,13 +177,20 @@ class Soak:
         self.group[tensor.owner].call("deallocate", tensor=tensor.number)
 
     def read(self) -> None:
-        """Every tensor is right for its owner and for all who have opened it."""
+        """Every tensor is right for its owner and for all who have opened it, and what one writes all see."""
         for tensor in self.tensors:
-            if BACKUPS[tensor.tag] == "none":
-                self.group[tensor.owner].call("write", tensor=tensor.number, seed=tensor.seed)
-            for rank, number in [(tensor.owner, tensor.number), *tensor.opened.items()]:
-                if not self.group[rank].call("holds", tensor=number, seed=tensor.seed):
-                    raise AssertionError(f"rank {rank}: the contents of {tensor} are wrong")
+            if BACKUPS[tensor.tag] != "none":
+                self.look_at(tensor, "kept")
+            self.seeds += 1
+            tensor.seed = self.seeds
+            rank, number = self.random.choice(tensor.everywhere())
+            self.group[rank].call("write", tensor=number, seed=tensor.seed)
+            self.look_at(tensor, f"written by rank {rank}")
+
+    def look_at(self, tensor: Tensor, what: str) -> None:
+        for rank, number in tensor.everywhere():
+            if not self.group[rank].call("holds", tensor=number, seed=tensor.seed):
+                raise AssertionError(f"rank {rank}: the contents {what} of {tensor} are wrong")
 
     # ---- pause and resume ----
 
