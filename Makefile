@@ -63,7 +63,7 @@ test-go:
 test-py: venv
 	$(python) -m pytest -rs
 
-race: lib venv ## the tests of several processes with Go's race detector in the core
+race: lib install ## the tests of several processes with Go's race detector in the core
 	scripts/build_race.sh build/lib build/race/lib
 	GORACE=halt_on_error=1 AMEM_LIBRARY_DIR=$(CURDIR)/build/race/lib AMEM_SIM_LIBRARY_DIR=$(CURDIR)/build/sim \
 		$(python) -m pytest -rs --timeout 600 --ignore tests/sim/test_driver.py --ignore tests/sim/test_standin.py tests/sim
@@ -78,11 +78,11 @@ fuzz: ## each fuzz target for FUZZTIME
 		done; \
 	done
 
-soak: lib venv ## STARTS starts, and CYCLES cycles of pause and resume with random work and faults
+soak: lib install ## STARTS starts, and CYCLES cycles of pause and resume with random work and faults
 	AMEM_LIBRARY_DIR=$(CURDIR)/build/lib AMEM_SIM_LIBRARY_DIR=$(CURDIR)/build/sim \
 		$(python) tests/sim/soak.py --cycles $(CYCLES) --starts $(STARTS)
 
-sim-bench: lib venv ## how the cost grows with ranks and communicators, on the simulator
+sim-bench: lib install ## how the cost grows with ranks and communicators, on the simulator
 	AMEM_LIBRARY_DIR=$(CURDIR)/build/lib AMEM_SIM_LIBRARY_DIR=$(CURDIR)/build/sim $(python) bench/sim_bench.py
 
 demo: install ## the wheel, installed, and what it does, on a simulated GPU if there is none
