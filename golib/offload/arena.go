@@ -225,8 +225,8 @@ func (a *Arena) read(c *Contents, from uint64, to []byte) error {
 }
 
 // populated maps anonymous memory, in huge pages where there are any, all of
-// it present. Pages are touched for that: MADV_POPULATE_WRITE took five times as
-// long for huge pages (Linux 6.18, 8 threads), and pinning what is not there ten.
+// it present. Pages are touched for that: 8 threads took 75 ms for 2 GiB in huge
+// pages, with MADV_POPULATE_WRITE 384, and pinning what is not there 304 (Linux 6.18).
 func populated(size uint64, node int) ([]byte, error) {
 	memory, err := unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {

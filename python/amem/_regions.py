@@ -345,7 +345,8 @@ def _allocate_workspaces(torch: Any) -> None:
         return  # that would start CUDA on this device
     torch.cuda.current_blas_handle()
     if _lt_workspace is not None:
-        # What C++ throws would end the process here. With the memory in torch's cache it throws nothing.
+        # What C++ throws would end the process here. So running out of memory shows in the line before, in
+        # Python; the next line takes what that leaves in torch's cache, unless another thread is faster.
         torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(_lt_workspace.size()))
         _lt_workspace.allocate()
 
@@ -353,7 +354,7 @@ def _allocate_workspaces(torch: Any) -> None:
 class _LtWorkspace:
     """at::cuda::getCUDABlasLtWorkspace(), which Python has no name for, and its size in bytes.
 
-    AttributeError: this torch has no such function; older ones allocate it for each product.
+    AttributeError: this torch has no such function. 2.11 has.
     """
 
     def __init__(self, torch: Any) -> None:
