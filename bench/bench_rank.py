@@ -32,6 +32,7 @@ SPEED_BYTES = 256 << 20
 # What is timed while active: bytes, and how many collectives are in a graph. Launched
 # one by one, those of 1 MB and below would measure the host.
 SIZES = {1 << 20: 100, 16 << 20: 30, SPEED_BYTES: 5}
+JOBS = 3  # of speed: amem, stock NCCL, and stock NCCL once more, which shows what chance does
 FEW = 2  # elements, of which 50 all-reduces are in a graph
 REPLAYS = 10
 COPY_BYTES = 1 << 30
@@ -320,7 +321,7 @@ class Bench:
     def copy_rates(self) -> dict[str, float]:
         """All ranks of one job copy between pinned host memory and their GPU at once."""
         rates = {}
-        if self.job == 0:
+        if self.job != JOBS - 1:
             for _ in range(6):
                 self.peers.barrier()
             return {}
@@ -338,7 +339,7 @@ class Bench:
         return rates
 
     def speed(self) -> dict[str, Any]:
-        """amem and stock NCCL in turn on the same GPUs: two jobs, of which one works at a time."""
+        """amem and stock NCCL in turn on the same GPUs: jobs of which one works at a time."""
         launch.report(stage="connect")
         self.init()
         self.in_turn(self.collectives)
@@ -350,7 +351,7 @@ class Bench:
                 self.pause_and_resume()
             values: dict[str, list[float]] = {}
             for key, measure in measures.items():
-                self.in_turn(functools.partial(self.keep, values, key, measure))
+                self.in_turn(functools.partial(self.keep, values, key, measure), number)
             rounds.append(values)
         launch.report(stage="verify")
         wrong: list[int] = []
@@ -367,11 +368,11 @@ class Bench:
     def keep(values: dict[str, list[float]], key: str, measure: Callable[[], list[float]]) -> None:
         values[key] = measure()
 
-    def in_turn(self, action: Callable[[], object]) -> None:
+    def in_turn(self, action: Callable[[], object], first: int = 0) -> None:
         """One job after the other: kernels of two that wait for their peers share a GPU badly."""
-        for job in range(2):
+        for turn in range(JOBS):
             self.peers.barrier()
-            if self.job == job:
+            if self.job == (first + turn) % JOBS:
                 action()
             torch.cuda.synchronize()
         self.peers.barrier()

@@ -54,11 +54,16 @@ AMEM_DRIVER_FUNCTIONS(AMEM_CALL)
 static inline CUresult amem_import_fd(CUmemGenericAllocationHandle *handle, int fd) {
     return amem_MemImportFromShareableHandle(handle, (void *)(uintptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 }
+
+static void amem_touch(volatile char *memory, size_t size, size_t page) {
+    for (size_t at = 0; at < size; at += page) memory[at] = 0;
+}
 */
 import "C"
 
 import (
 	"fmt"
+	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -339,6 +344,12 @@ func (d *Driver) MemInfo() (free, total uint64, err error) {
 	var f, t C.size_t
 	err = d.done("cuMemGetInfo", C.amem_MemGetInfo(&f, &t))
 	return uint64(f), uint64(t), err
+}
+
+// Touch writes to each page of host memory, so that it is there. The threads that do so
+// in C at one time may be more than Go runs itself, which are few (GOMAXPROCS).
+func Touch(memory []byte) {
+	C.amem_touch((*C.char)(unsafe.Pointer(&memory[0])), C.size_t(len(memory)), C.size_t(os.Getpagesize()))
 }
 
 // HostRegister pins host memory, for all contexts.

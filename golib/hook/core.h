@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 4
+#define AMEM_CORE_ABI 5
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -36,11 +36,12 @@ struct amem_config {
     const char *disk_directory; /* AMEM_DISK_DIRECTORY; NULL: /var/tmp */
 };
 
-/* While not 0, NCCL's kernel launches are refused. */
+/* Unless it is open, NCCL's kernel launches wait or are refused. */
 enum {
     AMEM_GUARD_OPEN = 0,
     AMEM_GUARD_PAUSED = 1,
-    AMEM_GUARD_STALE = 2 /* a pause failed here while a peer paused: resume first */
+    AMEM_GUARD_STALE = 2,   /* a peer's memory is not mapped here as it is now: resume first */
+    AMEM_GUARD_ARRIVING = 3 /* peers' memory is being mapped: a launch waits for it */
 };
 
 /* Given to the core when it starts. */
@@ -88,6 +89,8 @@ struct amem_core {
     CUresult (*bind_multicast)(CUmemGenericAllocationHandle multicast, size_t multicast_offset,
                                CUmemGenericAllocationHandle handle, size_t offset, size_t size,
                                unsigned long long flags);
+    /* Waits while the guard says AMEM_GUARD_ARRIVING, for a time; an error says that it still does. */
+    CUresult (*arrived)(void);
     /* The memory at ptr must stay where it is from now on; why: one of AMEM_KEEP_*. */
     void (*keep)(CUdeviceptr ptr, size_t size, int why);
 

@@ -199,25 +199,39 @@ static CUresult multicast_bind_addr(CUmemGenericAllocationHandle multicast, size
 }
 
 /*
- * Begins a launch of NCCL's; launched() must follow where it answers 0. It is
- * counted before the guard is read, so that who has closed the guard and then
- * sees no launch under way knows that none will come. The log tells a refusal
+ * Counts a launch and answers where the guard is; where that is open, launched()
+ * must follow. It is counted before the guard is read, so that who has closed the
+ * guard and then sees no launch under way knows that none will come.
+ */
+static int count_launch(void) {
+    __atomic_add_fetch(&driver_launches, 1, __ATOMIC_SEQ_CST);
+    int position = __atomic_load_n(&driver_guard, __ATOMIC_SEQ_CST);
+    if (position != AMEM_GUARD_OPEN) __atomic_sub_fetch(&driver_launches, 1, __ATOMIC_SEQ_CST);
+    return position;
+}
+
+/*
+ * Begins a launch of NCCL's; launched() must follow where it answers 0. One that
+ * needs peers' memory that is still being mapped waits. The log tells a refusal
  * once a pause.
  */
 static CUresult launch(void) {
     static atomic_int told = AMEM_GUARD_OPEN;
-    __atomic_add_fetch(&driver_launches, 1, __ATOMIC_SEQ_CST);
-    int position = __atomic_load_n(&driver_guard, __ATOMIC_SEQ_CST);
+    int position = count_launch();
+    while (position == AMEM_GUARD_ARRIVING) {
+        const struct amem_core *core = core_loaded();
+        if (!core || core->arrived()) break;
+        position = count_launch();
+    }
     if (position == AMEM_GUARD_OPEN) {
         if (told != AMEM_GUARD_OPEN) told = AMEM_GUARD_OPEN;
         return CUDA_SUCCESS;
     }
-    __atomic_sub_fetch(&driver_launches, 1, __ATOMIC_SEQ_CST);
     const char *text =
         position == AMEM_GUARD_PAUSED
             ? "amem refused a collective because NCCL's memory is paused: call amem.resume() first"
-            : "amem refused a collective because a peer's memory is paused, after a pause that failed here: call "
-              "amem.resume() first";
+            : "amem refused a collective because a peer's memory is not mapped here, after a pause that failed or an "
+              "import that did: call amem.resume() first";
     if (atomic_exchange(&told, position) != position) log_line(LOG_ERROR, "%s", text);
     return refuse(CUDA_ERROR_ILLEGAL_STATE, text);
 }

@@ -9,7 +9,6 @@ package offload
 import (
 	"errors"
 	"fmt"
-	"os"
 	"runtime"
 	"slices"
 	"sync"
@@ -234,16 +233,14 @@ func populated(size uint64, node int) ([]byte, error) {
 	}
 	_ = unix.Madvise(memory, unix.MADV_HUGEPAGE) // a wish only
 	preferNode(memory, node)
-	threads := uint64(min(populators, runtime.GOMAXPROCS(0)))
+	threads := uint64(min(populators, runtime.NumCPU()))
 	share := max(minShare, (size/threads+hugePage-1)&^(hugePage-1))
 	var wg sync.WaitGroup
 	for part := range slices.Chunk(memory, int(share)) {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			for at := 0; at < len(part); at += os.Getpagesize() {
-				part[at] = 0
-			}
+			cuda.Touch(part)
 		}()
 	}
 	wg.Wait()

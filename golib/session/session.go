@@ -45,9 +45,10 @@ type Guard int
 
 // The positions of the guard.
 const (
-	Open   Guard = 0
-	Closed Guard = 1
-	Stale  Guard = 2 // a peer's memory is paused or was replaced: resume first
+	Open     Guard = 0
+	Closed   Guard = 1
+	Stale    Guard = 2 // a peer's memory is paused, was replaced or never came: resume first
+	Arriving Guard = 3 // peers' memory is being mapped: wait for it
 )
 
 // The errors that callers tell apart, beside those of vmm, offload and peer.
@@ -87,7 +88,9 @@ type Session struct {
 
 	mu         sync.Mutex
 	state      State
-	unfinished bool // paused, but this process's memory is back already
+	guard      Guard
+	moved      chan struct{} // closed, and replaced, when guard changes
+	unfinished bool          // paused, but this process's memory is back already
 	// relied are the peers that paused relying on a pause that failed here.
 	relied []peer.Identity
 	pauses int
@@ -101,9 +104,11 @@ type Session struct {
 // New starts a session: from now on peers can reach this process.
 func New(driver *cuda.Driver, options Options) (*Session, error) {
 	s := &Session{
-		options: options, driver: driver, space: vmm.New(driver, options.Space), arena: offload.NewArena(driver),
-		turn: make(chan struct{}, 1), state: Active,
+		options: options, driver: driver, arena: offload.NewArena(driver),
+		turn: make(chan struct{}, 1), state: Active, moved: make(chan struct{}),
 	}
+	options.Space.Imported = s.PeerChanged
+	s.space = vmm.New(driver, options.Space)
 	node, err := peer.Listen(options.Group, s, options.Timeout)
 	if err != nil {
 		return nil, err
@@ -152,8 +157,8 @@ func (s *Session) Held(owner peer.Identity, parts []peer.Part) []peer.Part {
 // Settled implements peer.Handler.
 func (s *Session) Settled(part peer.Part) { s.space.Settled(part) }
 
-// PeerChanged implements peer.Handler: what a peer has done may open the guard
-// of an active process, or close it.
+// PeerChanged implements peer.Handler: what a peer has done, or what has become of its
+// memory here, may open the guard of an active process, or close it.
 func (s *Session) PeerChanged() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -171,11 +176,46 @@ func (s *Session) setGuard() {
 		}
 	}
 	s.relied = relied
-	if len(relied) > 0 || s.space.Stale(s.node.Generation) {
-		s.options.SetGuard(Stale)
+	imports := s.space.Imports(s.node.Generation)
+	switch {
+	case len(relied) > 0 || imports == vmm.Stale:
+		s.moveGuard(Stale)
+	case imports == vmm.Arriving:
+		s.moveGuard(Arriving)
+	default:
+		s.moveGuard(Open)
+	}
+}
+
+// moveGuard tells the hook where the guard is. mu is held.
+func (s *Session) moveGuard(to Guard) {
+	if s.guard == to {
 		return
 	}
-	s.options.SetGuard(Open)
+	s.guard = to
+	s.options.SetGuard(to)
+	close(s.moved)
+	s.moved = make(chan struct{})
+}
+
+// Arrived waits while the guard says Arriving.
+func (s *Session) Arrived() error {
+	// What brings it gives up after each owner's time.
+	ctx, cancel := context.WithTimeout(context.Background(), 2*s.options.Timeout)
+	defer cancel()
+	for {
+		s.mu.Lock()
+		guard, moved := s.guard, s.moved
+		s.mu.Unlock()
+		if guard != Arriving {
+			return nil
+		}
+		select {
+		case <-moved:
+		case <-ctx.Done():
+			return fmt.Errorf("peers' memory has not been mapped in time: %w", ctx.Err())
+		}
+	}
 }
 
 // State answers the state of NCCL's memory; during a change, that before it.
@@ -242,7 +282,7 @@ func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
 		return done, nil
 	}
 	s.mu.Lock() // so that a PeerChanged that began before can't open it again
-	s.options.SetGuard(Closed)
+	s.moveGuard(Closed)
 	s.mu.Unlock()
 	report, err := s.pause(ctx)
 	s.mu.Lock()
@@ -399,6 +439,9 @@ func (s *Session) meet(ctx context.Context) error {
 
 // refresh maps peers' memory that was replaced while this process was active.
 func (s *Session) refresh(ctx context.Context) error {
+	if err := s.space.Arrived(ctx); err != nil {
+		return err
+	}
 	s.mu.Lock()
 	behind := len(s.relied) > 0
 	s.mu.Unlock()

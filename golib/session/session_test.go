@@ -148,6 +148,13 @@ func (p *process) free(t *testing.T, b buffer) {
 // maps makes p map all of the owner's buffers.
 func (p *process) maps(t *testing.T, owner *process) {
 	t.Helper()
+	p.imports(t, owner)
+	require.NoError(t, p.Arrived())
+}
+
+// imports imports the owner's buffers, which may come later.
+func (p *process) imports(t *testing.T, owner *process) {
+	t.Helper()
 	for _, b := range owner.own {
 		fd := int32(-1)
 		require.NoError(t, owner.Space().Export(unsafe.Pointer(&fd), b.handle, cuda.FileDescriptor, 0))
@@ -245,6 +252,43 @@ func TestPauseTogether(t *testing.T) {
 		intact(t, a, b)
 		connected(t, a, b)
 	}
+}
+
+// A launch waits for memory that NCCL has imported just before.
+func TestLaunchesWaitForImports(t *testing.T) {
+	all := start(t, 2, 10*time.Second)
+	a, b := all[0], all[1]
+	require.NoError(t, b.Pause(Tag)) // it serves nothing now
+	a.imports(t, b)
+	require.Equal(t, Arriving, a.position())
+	arrived := make(chan error, 1)
+	go func() { arrived <- a.Arrived() }()
+	select {
+	case err := <-arrived:
+		require.Fail(t, "it has not come", "%v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	require.NoError(t, b.Resume(Tag))
+	require.NoError(t, <-arrived)
+	intact(t, a, b)
+}
+
+// Memory that does not come in time leaves launches refused, until a resume has mapped it.
+func TestImportsThatFail(t *testing.T) {
+	all := start(t, 2, 10*time.Second)
+	a, b := all[0], all[1]
+	simtest.Fault(t, "cuMemImportFromShareableHandle", 1, cuda.ErrUnknown)
+	a.imports(t, b)
+	require.NoError(t, a.Arrived())
+	require.Equal(t, Stale, a.position())
+	require.NoError(t, a.Resume(Tag))
+	intact(t, a, b)
+	b.maps(t, a)
+	connected(t, a, b)
+	require.NoError(t, pauseAll(a, b))
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
+	connected(t, a, b)
 }
 
 // Rounds follow each other at once in each process, with no barrier between.
@@ -464,6 +508,7 @@ func TestGroups(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, unix.Close(int(fd)))
 	rollout.theirs = append(rollout.theirs, rollout.finish(t, buffer{size: 2 * mib, handle: h, seed: 1}))
+	require.NoError(t, rollout.Arrived())
 	used := simtest.Used(t, 0)
 	require.NoError(t, train.Pause(""))
 	require.Equal(t, 2*mib, used-simtest.Used(t, 0), "the slab that is not shared")

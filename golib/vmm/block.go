@@ -31,7 +31,8 @@ type block struct {
 	handles  []*handle         // by offset
 	contents *offload.Contents // while paused
 	fetching chan struct{}     // imported: closed when the first fetch has ended
-	lost     bool              // imported: the owner has freed it or has ended, and it is mapped no more
+	wanted   bool              // imported: to be brought here (Space.bring)
+	lost     bool              // imported: the owner has freed it or has ended, and it is not mapped
 }
 
 // attaching is held while an imported block's memory is mapped, and from when the

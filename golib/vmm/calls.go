@@ -495,6 +495,9 @@ func (s *Space) endEmpty(b *block) error {
 	for _, b := range ending {
 		errs = append(errs, s.discard(b))
 	}
+	if b.owner != nil && len(ending) > 0 {
+		s.options.Imported()
+	}
 	return errors.Join(errs...)
 }
 

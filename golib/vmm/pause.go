@@ -159,14 +159,17 @@ func (s *Space) Leave(leaving bool) {
 func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	s.structure.Lock()
 	defer s.structure.Unlock()
+	s.paused = true
 	defer func() {
 		if err != nil {
 			p = Paused{}
 			s.Resumed()
+			s.paused = !s.Whole()
 		}
 	}()
 	s.store = store
 	s.mu.Lock()
+	s.letGos++
 	list := s.pausable()
 	for _, m := range list {
 		for _, b := range m.blocks {
@@ -442,7 +445,7 @@ func (s *Space) Restore() (Restored, error) {
 	if s.options.Region == "" {
 		defer s.Leave(false)
 	}
-	return r, s.AnyDevice(func() error {
+	err := s.AnyDevice(func() error {
 		err := s.putBack(list)
 		for _, m := range list {
 			if err != nil && m.live {
@@ -451,6 +454,8 @@ func (s *Space) Restore() (Restored, error) {
 		}
 		return err
 	})
+	s.paused = err != nil
+	return r, err
 }
 
 // Fill waits until the contents that Restore copies are in.
@@ -479,6 +484,7 @@ func (s *Space) Fill() error {
 func (s *Space) Abandon() error {
 	s.structure.Lock()
 	defer s.structure.Unlock()
+	s.paused = true
 	list := s.attached()
 	s.mu.Lock()
 	list = append(list, s.own(func(m *memory) bool { return m.live && len(m.contents()) > 0 })...)
@@ -604,6 +610,9 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 	}
 	// A region's owner pauses it when it likes, and says when it is back.
 	err := s.fetched(ctx, owner, ids, s.options.Region != "", func(list []peer.Memory, generation uint64) error {
+		if s.paused {
+			return nil // the resume does it
+		}
 		return s.AnyDevice(func() error {
 			// All that was mapped before goes first: what comes may span it.
 			var errs []error
@@ -619,6 +628,7 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 			return errors.Join(errs...)
 		})
 	})
+	s.dropEnded(owner, blocks)
 	paused := errors.Is(err, peer.ErrPaused)
 	if !errors.Is(err, peer.ErrGone) && !paused {
 		return err
@@ -645,6 +655,18 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 	defer s.mu.Unlock()
 	blocks[0].lost = true
 	return nil
+}
+
+// dropEnded tells the owner of blocks that have ended while they were fetched: the
+// fetch has it count this process among those that map them.
+func (s *Space) dropEnded(owner peer.Identity, blocks []*block) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, b := range blocks {
+		if s.imports[importKey{owner.ID, b.id}] == nil {
+			s.peers.Drop(owner, b.id)
+		}
+	}
 }
 
 // letGo unmaps a peer's memory of an earlier generation. structure is held.

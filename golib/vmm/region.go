@@ -244,7 +244,7 @@ func (s *Space) LetGo(owner peer.Identity, blocks []uint64) error {
 	s.structure.Lock()
 	defer s.structure.Unlock()
 	s.mu.Lock()
-	s.left[owner.ID]++
+	s.letGos++
 	mapped := s.of(owner, blocks)
 	s.mu.Unlock()
 	return s.AnyDevice(func() error {

@@ -248,9 +248,14 @@ func (s *Space) view(d Descriptor) (cuda.Handle, <-chan struct{}, error) {
 		owner := d.Owner
 		b = &block{id: d.Block, owner: &owner, size: d.BlockSize, fetching: make(chan struct{}),
 			mem: &memory{owner: &owner, prop: d.Prop, fd: -1}}
+		b.mem.blocks = []*block{b}
 		s.imports[key] = b
 		s.mu.Unlock()
-		id, err := s.firstView(b, d)
+		first := s.firstView
+		if d.WindowSize != 0 && s.options.Region == "" {
+			first = s.promise
+		}
+		id, err := first(b, d)
 		if err != nil {
 			s.mu.Lock()
 			delete(s.imports, key)
@@ -321,14 +326,14 @@ func (b *block) arrived() {
 	b.fetching = nil
 }
 
-// fetched calls f with an owner's memory of the blocks, as of now: what the owner
-// has taken back since it answered, it is asked for again. What is paused is waited
-// for, or if now is set, is an ErrPaused. f holds structure.
+// fetched calls f with an owner's memory of the blocks, as of now: what the owner,
+// or a pause here, has taken back since it answered, it is asked for again. What is
+// paused is waited for, or if now is set, is an ErrPaused. f holds structure.
 func (s *Space) fetched(ctx context.Context, owner peer.Identity, blocks []uint64, now bool,
 	f func(list []peer.Memory, generation uint64) error) error {
 	for again := true; again; {
 		s.mu.Lock()
-		left := s.left[owner.ID]
+		letGos := s.letGos
 		s.mu.Unlock()
 		list, generation, err := s.peers.Fetch(ctx, owner, blocks, now)
 		if err != nil {
@@ -336,7 +341,7 @@ func (s *Space) fetched(ctx context.Context, owner peer.Identity, blocks []uint6
 		}
 		s.structure.RLock()
 		s.mu.Lock()
-		again = s.left[owner.ID] != left
+		again = s.letGos != letGos
 		s.mu.Unlock()
 		if !again {
 			err = f(list, generation)

@@ -35,6 +35,7 @@ func importFD(t *testing.T, s *Space, fd int, size uint64) buffer {
 	require.NoError(t, err)
 	b := buffer{p, size, h}
 	require.NoError(t, n.finish(b))
+	require.NoError(t, s.Arrived(context.Background()))
 	return b
 }
 
@@ -380,6 +381,7 @@ func TestOtherGroup(t *testing.T) {
 func TestImportFails(t *testing.T) {
 	for _, call := range []string{"cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap"} {
 		t.Run(call, func(t *testing.T) {
+			atOnce := call == "cuMemAddressReserve"
 			p := newPair(t, 0)
 			n := nccl{Space: p.owner}
 			b := n.mustAllocate(t, 64*kib)
@@ -388,9 +390,19 @@ func TestImportFails(t *testing.T) {
 			defer closeFD(t, fd)
 			files := openFiles(t)
 			simtest.Fault(t, call, 1, cuda.ErrUnknown)
-			_, err := p.importer.Import(fd)
-			require.ErrorIs(t, err, cuda.ErrUnknown)
-			require.ErrorContains(t, err, "pid 1001")
+			h, err := p.importer.Import(fd)
+			if atOnce {
+				require.ErrorIs(t, err, cuda.ErrUnknown)
+				require.ErrorContains(t, err, "pid 1001")
+				require.Equal(t, Here, p.importer.Imports(p.generation))
+			} else { // it fails while it is brought: what was not freed, a resume tries again
+				require.NoError(t, err)
+				require.NoError(t, p.importer.Arrived(context.Background()))
+				require.Equal(t, Stale, p.importer.Imports(p.generation))
+				require.NoError(t, p.importer.Attach(context.Background(), p.generation))
+				require.Equal(t, Here, p.importer.Imports(p.generation))
+				require.NoError(t, p.importer.Release(h))
+			}
 			empty(t, p.importer)
 			require.Equal(t, files, openFiles(t))
 			got := importFD(t, p.importer, fd, b.size)
@@ -451,6 +463,9 @@ func TestServeWaits(t *testing.T) {
 	require.ErrorContains(t, err, "paused")
 	require.Empty(t, fds)
 
+	_, err = p.importer.Restore()
+	require.NoError(t, err)
+	require.NoError(t, p.importer.Fill())
 	served := make(chan error, 1)
 	go func() { served <- p.importer.Attach(context.Background(), p.generation) }()
 	time.Sleep(20 * time.Millisecond)
@@ -532,6 +547,9 @@ func importAll(s *Space, fds []int, buffers []buffer, loaded *sync.WaitGroup) er
 				return err
 			}
 			if err := n.finish(b); err != nil {
+				return err
+			}
+			if err := s.Arrived(context.Background()); err != nil {
 				return err
 			}
 			if !simtest.Holds(b.at, uint64(i+1), b.size) {

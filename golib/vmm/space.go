@@ -52,6 +52,8 @@ type Options struct {
 	Region      string         // its tag, if the memory is the program's own; "": NCCL's
 	Discard     bool           // keep no contents
 	Numbers     *atomic.Uint64 // of blocks, where several Spaces serve the same peers
+	// Imported is told when a peer's memory is wanted, has come, or is wanted no more.
+	Imported func()
 }
 
 // Space is the device memory that NCCL has in this process.
@@ -62,6 +64,7 @@ type Space struct {
 
 	structure sync.RWMutex
 	store     offload.Store // of the last pause; guarded by structure
+	paused    bool          // from a pause to the resume; guarded by structure
 
 	mu         sync.Mutex
 	changed    chan struct{} // closed, and replaced, when blocks are made, become live or end
@@ -72,14 +75,15 @@ type Space struct {
 	blocks     map[uint64]*block  // own
 	slabs      map[class][]*block // those of blocks that are carved, oldest first
 	imports    map[importKey]*block
+	bringing   map[peer.ID]bool        // whose memory a goroutine brings here
 	growing    map[class]chan struct{} // room in the class is being made
 	ranges     []addressRange          // by address; what is mapped where
 	windows    map[class]*window       // that new slabs go to
 	views      map[importKey]*window   // of peers' slabs; the key's number is the window's
 	devices    map[int32]*Device
-	left       map[peer.ID]uint64 // how often an owner has told to let go of its memory
-	ended      []*block           // freed while contents were copied in: Fill discards them
-	nicSites   map[uintptr]bool   // where NCCL allocated what it registered with a NIC
+	letGos     uint64           // how often peers' memory was let go of: by a pause, or for an owner's
+	ended      []*block         // freed while contents were copied in: Fill discards them
+	nicSites   map[uintptr]bool // where NCCL allocated what it registered with a NIC
 }
 
 type importKey struct {
@@ -112,10 +116,13 @@ func New(driver *cuda.Driver, options Options) *Space {
 	if options.Numbers == nil {
 		options.Numbers = &atomic.Uint64{}
 	}
+	if options.Imported == nil {
+		options.Imported = func() {}
+	}
 	return &Space{
 		driver: driver, options: options, changed: make(chan struct{}),
-		handles: map[cuda.Handle]*handle{}, blocks: map[uint64]*block{}, imports: map[importKey]*block{},
-		windows: map[class]*window{}, views: map[importKey]*window{}, left: map[peer.ID]uint64{},
+		handles: map[cuda.Handle]*handle{}, blocks: map[uint64]*block{}, imports: map[importKey]*block{}, bringing: map[peer.ID]bool{},
+		windows: map[class]*window{}, views: map[importKey]*window{},
 		slabs: map[class][]*block{}, growing: map[class]chan struct{}{}, devices: map[int32]*Device{}, nicSites: map[uintptr]bool{},
 	}
 }

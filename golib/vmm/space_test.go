@@ -35,6 +35,9 @@ type network struct {
 	freed  map[uint64]int
 	users  map[importKey]int       // of parts that their owners have freed
 	maps   map[importKey][]peer.ID // who maps whose block
+
+	// Called at each fetch of these blocks, before it is answered and after; nil: not.
+	fetching, fetched func(blocks []uint64)
 }
 
 func newNetwork() *network {
@@ -59,10 +62,17 @@ func (p port) Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, _
 		p.maps[key] = slices.Compact(slices.SortedFunc(slices.Values(append(p.maps[key], p.self.ID)), peer.ID.Compare))
 	}
 	p.mu.Unlock()
+	if p.fetching != nil {
+		p.fetching(blocks)
+	}
 	if space == nil || p.Gone(owner) {
 		return nil, 0, peer.ErrGone
 	}
-	return space.Serve(ctx, p.self, blocks)
+	list, generation, err := space.Serve(ctx, p.self, blocks)
+	if p.fetched != nil {
+		p.fetched(blocks)
+	}
+	return list, generation, err
 }
 
 func (p port) Drop(owner peer.Identity, block uint64) {

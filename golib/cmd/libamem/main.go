@@ -238,6 +238,12 @@ func amemBindMulticast(multicast C.CUmemGenericAllocationHandle, multicastOffset
 		cuda.Handle(handle), uint64(offset), uint64(size), uint64(flags)))
 }
 
+//export amemArrived
+func amemArrived() (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "launch", r) }()
+	return result("launch", current.Arrived())
+}
+
 //export amemKeep
 func amemKeep(ptr C.CUdeviceptr, _ C.size_t, why C.int) {
 	defer func() { guardCall(recover(), "keep", 0) }()

@@ -32,6 +32,7 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->export_handle = amemExport;
     core->import_handle = import_handle;
     core->bind_multicast = amemBindMulticast;
+    core->arrived = amemArrived;
     core->keep = amemKeep;
     core->pause = (void *)amemPause;
     core->resume = (void *)amemResume;
