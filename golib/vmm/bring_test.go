@@ -4,6 +4,7 @@ import (
 	"context"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -39,6 +40,23 @@ func (p *pair) promised(t *testing.T, fd int) {
 	b := buffer{at, 16 * mib, h}
 	require.NoError(t, n.finish(b))
 	p.imported = append(p.imported, b)
+}
+
+// holdFirst keeps the first fetch from being answered until answer is called, which
+// may be called again. begun is closed when the fetch is made.
+func (p *pair) holdFirst(t *testing.T) (begun <-chan struct{}, answer func()) {
+	t.Helper()
+	started, goOn := make(chan struct{}), make(chan struct{})
+	var later atomic.Bool
+	p.fetching = func([]uint64) {
+		if !later.Swap(true) {
+			close(started)
+			<-goOn
+		}
+	}
+	answer = sync.OnceFunc(func() { close(goOn) })
+	t.Cleanup(answer)
+	return started, answer
 }
 
 // What NCCL imports while a fetch is under way comes with the next, in one message.
@@ -80,13 +98,13 @@ func TestImportsComeTogether(t *testing.T) {
 func TestImportComesAfterAPause(t *testing.T) {
 	p := newPair(t, 0)
 	fd := p.slabs(t, 1)[0]
-	var once sync.Once
+	var later atomic.Bool
 	fetched, goOn := make(chan struct{}), make(chan struct{})
 	p.fetched = func([]uint64) {
-		once.Do(func() {
+		if !later.Swap(true) {
 			close(fetched)
 			<-goOn
-		})
+		}
 	}
 	p.promised(t, fd)
 	<-fetched
@@ -126,25 +144,38 @@ func TestImportWhilePaused(t *testing.T) {
 	p.end(t)
 }
 
+// A resume may be faster than what brings an import: what kernels use then stays mapped.
+func TestResumeIsFasterThanAnImport(t *testing.T) {
+	p := newPair(t, 0)
+	fds := p.slabs(t, 2)
+	begun, answer := p.holdFirst(t)
+	p.promised(t, fds[0])
+	<-begun
+	p.promised(t, fds[1])
+	require.NoError(t, p.importer.Attach(context.Background(), p.generation))
+	require.Equal(t, Here, p.importer.Imports(p.generation))
+	filled(t, p.imported)
+	unmaps, maps := simtest.Calls(t, "cuMemUnmap"), simtest.Calls(t, "cuMemMap")
+	answer()
+	require.NoError(t, p.importer.Arrived(context.Background()))
+	require.Equal(t, unmaps, simtest.Calls(t, "cuMemUnmap"))
+	require.Equal(t, maps, simtest.Calls(t, "cuMemMap"))
+	filled(t, p.imported)
+	p.end(t)
+}
+
 // The owner must not count a process that has freed the memory before it came.
 func TestFreedBeforeItComes(t *testing.T) {
 	p := newPair(t, 0)
 	fds := p.slabs(t, 2)
-	begun, answer := make(chan struct{}), make(chan struct{})
-	var once sync.Once
-	p.fetching = func([]uint64) {
-		once.Do(func() {
-			close(begun)
-			<-answer
-		})
-	}
+	begun, answer := p.holdFirst(t)
 	p.promised(t, fds[0])
 	<-begun
 	p.promised(t, fds[1])
 	imports := simtest.Calls(t, "cuMemImportFromShareableHandle")
 	nccl{Space: p.importer}.mustFree(t, p.imported...)
 	p.imported = nil
-	close(answer)
+	answer()
 	require.NoError(t, p.importer.Arrived(context.Background()))
 	empty(t, p.importer)
 	require.Equal(t, imports, simtest.Calls(t, "cuMemImportFromShareableHandle"))
@@ -159,14 +190,7 @@ func TestFreedBeforeItComes(t *testing.T) {
 func TestImportNeverComes(t *testing.T) {
 	p := newPair(t, 0)
 	fds := p.slabs(t, 2)
-	begun, answer := make(chan struct{}), make(chan struct{})
-	var once sync.Once
-	p.fetching = func([]uint64) {
-		once.Do(func() {
-			close(begun)
-			<-answer
-		})
-	}
+	begun, answer := p.holdFirst(t)
 	p.promised(t, fds[0])
 	<-begun
 	p.promised(t, fds[1])
@@ -174,7 +198,7 @@ func TestImportNeverComes(t *testing.T) {
 	p.mu.Lock()
 	p.gone[owner] = true
 	p.mu.Unlock()
-	close(answer)
+	answer()
 	require.NoError(t, p.importer.Arrived(context.Background()))
 	require.Equal(t, Stale, p.importer.Imports(p.generation))
 	require.NoError(t, p.importer.Attach(context.Background(), p.generation))

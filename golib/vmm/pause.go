@@ -617,7 +617,9 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 			// All that was mapped before goes first: what comes may span it.
 			var errs []error
 			for _, b := range blocks {
-				errs = append(errs, s.letGo(b.mem))
+				if m, here := s.memoryOf(b, generation); !here {
+					errs = append(errs, s.letGo(m))
+				}
 			}
 			if err := errors.Join(errs...); err != nil {
 				return err
@@ -673,11 +675,25 @@ func (s *Space) dropEnded(owner peer.Identity, blocks []*block) {
 func (s *Space) letGo(m *memory) error {
 	m.rights.Lock()
 	defer m.rights.Unlock()
-	if !m.live {
+	s.mu.Lock()
+	live := m.live
+	s.mu.Unlock()
+	if !live {
 		return nil
 	}
 	return s.evaporate(m)
 }
+
+// memoryOf answers the memory of a peer's block, and whether that is mapped and of the
+// owner's generation.
+func (s *Space) memoryOf(b *block, generation uint64) (m *memory, here bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return b.mem, b.here(generation)
+}
+
+// here tells whether a peer's block is mapped as of the owner's generation. mu is held.
+func (b *block) here(generation uint64) bool { return b.mem.live && b.mem.generation == generation }
 
 // AnyDevice runs f with some device's context current.
 func (s *Space) AnyDevice(f func() error) error {

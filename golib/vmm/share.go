@@ -387,15 +387,14 @@ func (s *Space) settleView(b *block, d Descriptor) (err error) {
 	return nil
 }
 
-// attach maps a peer's memory at the home of the blocks that stand on it,
-// unless another block has brought it here already, or NCCL has freed all of
-// them meanwhile. structure is held.
+// attach maps a peer's memory at the home of the blocks that stand on it, unless it is
+// here already, or NCCL has freed all of them meanwhile. structure is held.
 func (s *Space) attach(owner peer.Identity, got peer.Memory, generation uint64) error {
 	m := &memory{owner: &owner, size: got.Size, fd: -1, generation: generation}
 	s.mu.Lock()
 	for _, place := range got.Blocks {
 		b := s.imports[importKey{owner.ID, place.Block}]
-		if b == nil {
+		if b == nil || b.here(generation) { // freed, or brought by another thread meanwhile
 			continue
 		}
 		home := b.home - cuda.Ptr(place.Offset)
@@ -476,9 +475,11 @@ func (s *Space) joined(m *memory) bool {
 		if there.live && *there.owner == *m.owner && there.home == m.home && there.size == m.size &&
 			there.generation == m.generation {
 			for _, b := range m.blocks {
-				b.mem = there
+				if b.mem != there {
+					b.mem = there
+					there.blocks = append(there.blocks, b)
+				}
 			}
-			there.blocks = append(there.blocks, m.blocks...)
 			return true
 		}
 	}
