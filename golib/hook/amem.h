@@ -103,13 +103,24 @@ amem_state_t amem_memory_state(const void *ptr);
 /*
  * The contents of paused memory that has a backup: copied to a buffer of size
  * bytes, or where they are on the host, until the tag is resumed. The latter
- * fails where they are not in one piece there.
+ * fails where they are not in one piece there. Of memory that is not paused: what
+ * its last pause kept, if that was retained, else AMEM_ERROR_INVALID_STATE.
  */
 amem_status amem_read_backup(const void *ptr, size_t size, void *to);
 amem_status amem_backup_pointer(const void *ptr, size_t size, const void **backup);
 
 /* Where AMEM_BACKUP_DISK keeps files; AMEM_DISK_DIRECTORY, else /var/tmp. */
 amem_status amem_set_disk_directory(const char *path);
+
+/*
+ * For what takes the place of another library. The first is as above, but the
+ * files have names, several for a pause, until the resume. The second: whether a
+ * resume, from now on, leaves the backups in host memory readable and where they
+ * are, until the next pause writes to the same place, the memory is freed, or
+ * amem_free_host_memory() is called.
+ */
+amem_status amem_set_named_disk_directory(const char *path);
+void amem_retain_backups(int on);
 
 /*
  * Statistics as JSON text, to be released with amem_free(); NULL on failure.

@@ -110,7 +110,8 @@ struct amem_core {
     int (*memory_state)(CUdeviceptr ptr); /* an amem_state_t */
     int (*read_backup)(CUdeviceptr ptr, size_t size, void *to, char *text);
     int (*find_backup)(CUdeviceptr ptr, size_t size, const void **backup, char *text);
-    int (*set_disk_directory)(const char *path, char *text);
+    int (*set_disk_directory)(const char *path, int named, char *text);
+    void (*retain_backups)(int on);
     /*
      * Handles of AMEM_IPC_HANDLE bytes for regions' memory. These answer AMEM_PASS
      * for memory, or a handle, that is not amem's. enabled: AMEM_ENABLE is in the

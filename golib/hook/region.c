@@ -85,14 +85,22 @@ PUBLIC amem_status amem_region(const char *tag, amem_backup_t backup, amem_regio
     return AMEM_OK;
 }
 
-PUBLIC amem_status amem_set_disk_directory(const char *path) {
+static amem_status set_disk_directory(const char *path, bool named) {
     amem_status status;
     char text[AMEM_ERROR_TEXT] = "";
     const struct amem_core *core = region_core(&status);
     if (!core) return status;
     if (!path) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_set_disk_directory: no path");
-    status = (amem_status)core->set_disk_directory(path, text);
+    status = (amem_status)core->set_disk_directory(path, named, text);
     return status == AMEM_OK ? AMEM_OK : api_fail(status, text);
+}
+
+PUBLIC amem_status amem_set_disk_directory(const char *path) { return set_disk_directory(path, false); }
+PUBLIC amem_status amem_set_named_disk_directory(const char *path) { return set_disk_directory(path, true); }
+
+PUBLIC void amem_retain_backups(int on) {
+    const struct amem_core *core = core_loaded();
+    if (core) core->retain_backups(on); /* without it there are no regions to resume */
 }
 
 PUBLIC amem_state_t amem_memory_state(const void *ptr) {

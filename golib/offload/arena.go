@@ -77,14 +77,21 @@ func (a *Arena) Bytes() uint64 { return a.bytes.Load() }
 // Prefer makes new memory come from a memory node of the host, if it has any left.
 func (a *Arena) Prefer(node int) { a.node = node }
 
-// Begin forgets all that was taken, and gets ready to hold total bytes. It
-// fails, as it stands, where the host has not that much memory left.
+// Begin forgets all that was taken, and gets ready to hold total bytes, as Expect
+// does. What is taken then lies where it lay before if the sizes are the same.
 func (a *Arena) Begin(total uint64) error {
-	a.current, a.wanted = 0, total
+	a.current = 0
 	a.begun++
 	for i := range a.segments {
 		a.segments[i].used = 0
 	}
+	return a.Expect(total)
+}
+
+// Expect gets ready to hold total bytes, with what was taken. It fails where the
+// host has not that much memory left.
+func (a *Arena) Expect(total uint64) error {
+	a.wanted = total
 	if missing := a.missing(); missing > 0 {
 		if room, limit := hostRoom(); room < missing {
 			return &HostMemoryError{missing, fmt.Errorf("%s leaves %d", limit, room)}

@@ -83,6 +83,10 @@ func (c *Contents) keptIn(k keeper) error {
 	return nil
 }
 
+// Held tells whether the store still has the contents. As for Read, no other use
+// of it may be under way.
+func (c *Contents) Held() bool { return c.keptIn(c.keeper) == nil }
+
 // Piece answers where on the host the contents of size bytes of device memory
 // are, until the store's next Begin or Free, and nil unless an Arena has them all
 // in one piece. They are right once the copies that Save started have ended, and

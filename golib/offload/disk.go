@@ -25,12 +25,18 @@ const (
 // process has ended, however it did. Where the file system allows it, the page
 // cache is not used: it is made of the very memory that is short.
 //
+// With names, each Save has a file of its own, which the folder shows until Remove,
+// for callers who look for them there. The next Disk with names in the folder removes
+// those of processes that have ended.
+//
 // Each chunk's checksum is kept in memory, so nothing comes back that was not
 // saved. Chunks pass through a ring of pinned buffers, so copies of the device
 // and the disk's work overlap. Sizes are bytes.
 type Disk struct {
 	driver *cuda.Driver
-	file   spool
+	file   spool    // without a name; with names, what is known of the folder
+	spools []*spool // with names
+	named  bool
 	node   int // the memory node to prefer; -1: any
 
 	wanted uint64 // what Begin was told
@@ -44,12 +50,14 @@ type Disk struct {
 	next      int                           // in the ring, to be used
 	events    map[cuda.Context][]cuda.Event // one for each buffer
 	bytes     atomic.Uint64                 // of the ring
+	fileBytes atomic.Uint64                 // of the files with names
 }
 
 // chunk is a part of contents that is read and written at once.
 type chunk struct {
 	from uint64 // where it begins in what is kept of the contents
 	size uint64
+	file *spool
 	at   uint64 // where it begins in the file
 	sum  uint32 // CRC-32C
 }
@@ -62,34 +70,39 @@ type buffer struct {
 	copied func() error // waits until copies with it have ended; nil: there are none
 }
 
-// NewDisk makes a store that keeps contents in a file in the folder. Nothing is
-// taken before it is needed.
-func NewDisk(driver *cuda.Driver, folder string) *Disk {
+// NewDisk makes a store that keeps contents in a file in the folder, or in several
+// with names. Nothing is taken before it is needed.
+func NewDisk(driver *cuda.Driver, folder string, named bool) *Disk {
+	if named {
+		sweep(folder)
+	}
 	return &Disk{
-		driver: driver, file: spool{folder: folder, fd: -1, direct: true}, node: -1,
+		driver: driver, file: spool{folder: folder, fd: -1, direct: true}, named: named, node: -1,
 		chunkSize: chunkSize, ringSize: ringSize, events: map[cuda.Context][]cuda.Event{},
 	}
 }
 
-// Folder answers where the file is.
+// Folder answers where the files are.
 func (d *Disk) Folder() string { return d.file.folder }
 
 // Bytes answers how much host memory is held, to any goroutine: pinned buffers.
 func (d *Disk) Bytes() uint64 { return d.bytes.Load() }
 
 // FileBytes answers how much of the disk is held, to any goroutine.
-func (d *Disk) FileBytes() uint64 { return d.file.size.Load() }
+func (d *Disk) FileBytes() uint64 { return d.file.size.Load() + d.fileBytes.Load() }
 
 // Prefer makes new host memory come from a memory node of the host, if it has any left.
 func (d *Disk) Prefer(node int) { d.node = node }
 
 // Begin forgets all that was saved, and makes the file as large as total bytes
-// need. It fails with a *DiskError.
+// need. It fails with a *DiskError. With names, the files are made by Save.
 func (d *Disk) Begin(total uint64) error {
 	d.begun++
 	d.wanted, d.saved, d.end = total, 0, 0
 	size := blocks(total)
 	switch {
+	case d.named:
+		d.Remove()
 	case d.file.fd >= 0 && size < d.file.size.Load():
 		return d.file.truncate(size)
 	case d.file.fd >= 0:
@@ -109,8 +122,19 @@ func (d *Disk) Save(c *Contents, stream cuda.Stream) (err error) {
 	if total > d.wanted-d.saved {
 		return fmt.Errorf("%d bytes more than was said are to be kept", total-(d.wanted-d.saved))
 	}
-	chunks, end := d.cut(total)
-	if err := d.file.reserve(end); err != nil {
+	if total == 0 {
+		c.keeper, c.age = d, d.begun
+		return nil
+	}
+	file, start := &d.file, d.end
+	if d.named {
+		if file, err = d.open(blocks(total)); err != nil {
+			return err
+		}
+		start = 0
+	}
+	chunks, end := d.cut(file, start, total)
+	if err := file.reserve(end); err != nil {
 		return err
 	}
 	defer func() {
@@ -135,7 +159,7 @@ func (d *Disk) Save(c *Contents, stream cuda.Stream) (err error) {
 				return err
 			}
 			k, memory := &chunks[i-1], last.memory
-			last.start(func() error { return d.file.write(k, memory) })
+			last.start(func() error { return file.write(k, memory) })
 		}
 		last = b
 	}
@@ -144,7 +168,7 @@ func (d *Disk) Save(c *Contents, stream cuda.Stream) (err error) {
 			return err
 		}
 	}
-	if err := d.file.flush(); err != nil {
+	if err := file.flush(); err != nil {
 		return err
 	}
 	d.saved += total
@@ -179,7 +203,7 @@ func (d *Disk) Restore(c *Contents, stream cuda.Stream) (err error) {
 				return err
 			}
 			k := c.chunks[i]
-			b.start(func() error { return d.file.read(k, b.memory) })
+			b.start(func() error { return k.file.read(k, b.memory) })
 			reading = append(reading, b)
 		}
 		if i >= ahead {
@@ -208,7 +232,7 @@ func (d *Disk) read(c *Contents, from uint64, to []byte) error {
 		if from >= k.from+k.size || len(to) == 0 {
 			continue
 		}
-		if err := d.file.read(k, memory); err != nil {
+		if err := k.file.read(k, memory); err != nil {
 			return err
 		}
 		n := copy(to, memory[from-k.from:k.size])
@@ -229,6 +253,7 @@ func (d *Disk) Free() error {
 	d.begun++
 	d.wanted, d.saved, d.end = 0, 0, 0
 	d.file.close()
+	d.Remove()
 	for len(d.ring) > 0 {
 		b := d.ring[len(d.ring)-1]
 		if err := b.wait(); err != nil {
@@ -246,13 +271,39 @@ func (d *Disk) Free() error {
 	return nil
 }
 
-// cut says in which chunks contents go to the file, each at a block's beginning,
-// and where the last of them ends.
-func (d *Disk) cut(total uint64) (chunks []chunk, end uint64) {
-	end = d.end
+// Remove forgets what was saved to files with names, and removes them. No Restore
+// may be under way.
+func (d *Disk) Remove() {
+	if len(d.spools) == 0 {
+		return
+	}
+	d.begun++
+	for _, f := range d.spools {
+		f.close()
+	}
+	d.spools = nil
+	d.fileBytes.Store(0)
+}
+
+// open makes a file with a name, of size bytes, in blocks.
+func (d *Disk) open(size uint64) (*spool, error) {
+	f := &spool{folder: d.file.folder, fd: -1, named: true, direct: d.file.direct, known: d.file.known}
+	if err := f.open(size); err != nil {
+		return nil, err
+	}
+	d.file.direct, d.file.known = f.direct, f.known
+	d.spools = append(d.spools, f)
+	d.fileBytes.Add(size)
+	return f, nil
+}
+
+// cut says in which chunks contents go to the file from start on, each at a block's
+// beginning, and where the last of them ends.
+func (d *Disk) cut(file *spool, start, total uint64) (chunks []chunk, end uint64) {
+	end = start
 	for from := uint64(0); from < total; from += d.chunkSize {
 		size := min(total-from, d.chunkSize)
-		chunks = append(chunks, chunk{from: from, size: size, at: end})
+		chunks = append(chunks, chunk{from: from, size: size, file: file, at: end})
 		end += blocks(size)
 	}
 	return chunks, end

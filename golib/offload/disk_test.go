@@ -25,9 +25,11 @@ const small = 64 << 10 // a chunk in tests of many
 
 // newDisk makes a Disk in a folder of its own, with small buffers, that is to
 // have given everything back by the end of the test.
-func newDisk(t *testing.T) *Disk {
+func newDisk(t *testing.T) *Disk { return newDiskOf(t, false) }
+
+func newDiskOf(t *testing.T, named bool) *Disk {
 	t.Helper()
-	d := NewDisk(simtest.Driver(), t.TempDir())
+	d := NewDisk(simtest.Driver(), t.TempDir(), named)
 	d.chunkSize, d.ringSize = small, 4
 	pinned := pinnedNow()
 	t.Cleanup(func() {
@@ -217,6 +219,116 @@ func TestDisk(t *testing.T) {
 	}
 }
 
+// With names, each Save has a file, of what it keeps and with that in it.
+func TestDiskWithNames(t *testing.T) {
+	simtest.On(t, 0)
+	d := newDiskOf(t, true)
+	var names []string
+	for cycle := range uint64(3) {
+		s := newSample(t, 0, cycle)
+		require.NoError(t, d.Begin(s.total()))
+		d.namesNothing(t)
+		require.NoError(t, s.save(d))
+		var held uint64
+		for _, c := range s.list {
+			if c.Bytes() == 0 {
+				require.Empty(t, c.chunks)
+				continue
+			}
+			f := c.chunks[0].file
+			require.NotContains(t, names, f.path)
+			names = append(names, f.path)
+			data, err := os.ReadFile(f.path)
+			require.NoError(t, err)
+			require.GreaterOrEqual(t, uint64(len(data)), c.Bytes())
+			held += uint64(len(data))
+			first := c.Kept[0]
+			require.Equal(t, data[:min(first.Size, small)], s.part(s.want, first.At, min(first.Size, small)))
+		}
+		list, err := os.ReadDir(d.Folder())
+		require.NoError(t, err)
+		require.Len(t, list, 4)
+		require.Equal(t, held, d.FileBytes())
+		s.lose(cycle + 1000)
+		require.NoError(t, s.restore(d))
+		s.intact(t)
+		d.Remove()
+		d.namesNothing(t)
+		require.Empty(t, d.files(t))
+		require.Zero(t, d.FileBytes())
+		require.ErrorIs(t, d.Restore(s.list[0], s.stream), errForgotten)
+	}
+	s := newSample(t, 0, 9)
+	require.NoError(t, d.Begin(s.total()))
+	require.NoError(t, s.save(d))
+	require.NoError(t, d.Begin(s.total()), "the last pause's go before the next")
+	d.namesNothing(t)
+}
+
+// What an ended process has left behind goes when the next Disk starts. What a live
+// one has, and other files, stay.
+func TestDiskSweeps(t *testing.T) {
+	simtest.On(t, 0)
+	d := newDiskOf(t, true)
+	s := newSample(t, 0, 1)
+	require.NoError(t, d.Begin(s.total()))
+	require.NoError(t, s.save(d))
+	old, other := filepath.Join(d.Folder(), "amem-backup-1-77"), filepath.Join(d.Folder(), "amem-backup-1")
+	link := filepath.Join(d.Folder(), "amem-backup-1-78")
+	require.NoError(t, os.WriteFile(old, []byte("x"), 0o600))
+	require.NoError(t, os.WriteFile(other, []byte("x"), 0o600))
+	require.NoError(t, os.Symlink(other, link))
+	NewDisk(simtest.Driver(), d.Folder(), false)
+	require.FileExists(t, old)
+	NewDisk(simtest.Driver(), d.Folder(), true)
+	require.NoFileExists(t, old)
+	require.FileExists(t, other)
+	require.NoError(t, os.Remove(link))
+	require.NoError(t, os.Remove(other))
+	s.lose(1001)
+	require.NoError(t, s.restore(d))
+	s.intact(t)
+	list, err := os.ReadDir(d.Folder())
+	require.NoError(t, err)
+	require.Len(t, list, 4, "this process lives")
+
+	// As a death leaves it: nobody has it open, nor locked.
+	path := s.list[0].chunks[0].file.path
+	require.NoError(t, unix.Close(s.list[0].chunks[0].file.fd))
+	s.list[0].chunks[0].file.fd = -1
+	NewDisk(simtest.Driver(), d.Folder(), true)
+	require.NoFileExists(t, path)
+}
+
+// A sweep may come between the file and its lock. On a file system without locks
+// nothing is swept.
+func TestDiskLocks(t *testing.T) {
+	simtest.On(t, 0)
+	d := newDiskOf(t, true)
+	swept := 0
+	replace(t, &flock, func(fd, how int) error {
+		if swept++; swept == 1 {
+			sweep(d.Folder())
+		}
+		return unix.Flock(fd, how)
+	})
+	s := newSample(t, 0, 1)
+	require.NoError(t, d.Begin(s.total()))
+	require.NoError(t, s.save(d))
+	require.Greater(t, swept, 2)
+	list, err := os.ReadDir(d.Folder())
+	require.NoError(t, err)
+	require.Len(t, list, 4)
+
+	flock = func(int, int) error { return unix.ENOLCK }
+	require.NoError(t, d.Begin(s.total()))
+	require.NoError(t, s.save(d))
+	sweep(d.Folder())
+	list, err = os.ReadDir(d.Folder())
+	require.NoError(t, err)
+	require.Len(t, list, 4)
+}
+
 // Begin gives the disk back that it does not need.
 func TestDiskShrinks(t *testing.T) {
 	simtest.On(t, 0)
@@ -324,6 +436,7 @@ func TestDiskWaitsForTheDevice(t *testing.T) {
 func TestRead(t *testing.T) {
 	for name, make := range map[string]func(t *testing.T) Store{
 		"disk":  func(t *testing.T) Store { return newDisk(t) },
+		"named": func(t *testing.T) Store { return newDiskOf(t, true) },
 		"arena": func(*testing.T) Store { return NewArena(simtest.Driver()) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -364,7 +477,7 @@ func TestRead(t *testing.T) {
 			require.ErrorIs(t, (&Contents{}).Read(s.at, nil), errNotKept)
 			require.Nil(t, (&Contents{Kept: s.list[0].Kept}).Piece(s.at, 1))
 			require.ErrorIs(t, NewArena(simtest.Driver()).Restore(s.list[0], s.stream), errNotKept)
-			require.ErrorIs(t, NewDisk(simtest.Driver(), "").Restore(s.list[0], s.stream), errNotKept)
+			require.ErrorIs(t, NewDisk(simtest.Driver(), "", false).Restore(s.list[0], s.stream), errNotKept)
 			for _, forget := range []func() error{func() error { return store.Begin(s.total()) }, store.Free} {
 				require.NoError(t, store.Begin(s.total()))
 				require.NoError(t, s.save(store))
@@ -431,7 +544,7 @@ func TestDiskHasNoFolder(t *testing.T) {
 	for folder, want := range map[string]error{
 		filepath.Join(t.TempDir(), "missing"): unix.ENOENT, file: unix.ENOTDIR, "/proc/self": nil,
 	} {
-		d := NewDisk(simtest.Driver(), folder)
+		d := NewDisk(simtest.Driver(), folder, false)
 		err := d.Begin(mib)
 		var disk *DiskError
 		require.ErrorAs(t, err, &disk, folder)
@@ -551,7 +664,7 @@ func TestDiskInMemory(t *testing.T) {
 		*s = unix.Statfs_t{Type: unix.TMPFS_MAGIC, Bavail: 1 << 30, Frsize: block}
 		return nil
 	})
-	d := NewDisk(nil, t.TempDir())
+	d := NewDisk(nil, t.TempDir(), false)
 	err := d.Begin(2 * mib)
 	var disk *DiskError
 	require.ErrorAs(t, err, &disk)
@@ -657,6 +770,12 @@ func TestDiskRefusesToGoDirect(t *testing.T) {
 
 // Each write, and each read, fails once. A second attempt succeeds.
 func TestDiskFails(t *testing.T) {
+	for _, named := range []bool{false, true} {
+		t.Run(fmt.Sprintf("named %v", named), func(t *testing.T) { diskFails(t, named) })
+	}
+}
+
+func diskFails(t *testing.T, named bool) {
 	simtest.On(t, 0)
 	for _, cause := range []error{unix.EIO, unix.ENOSPC} {
 		for name, call := range map[string]*func(int, []byte, int64) (int, error){"write": &pwrite, "read": &pread} {
@@ -672,7 +791,7 @@ func TestDiskFails(t *testing.T) {
 				}
 				return real(fd, p, at)
 			})
-			d := newDisk(t)
+			d := newDiskOf(t, named)
 			s := newSample(t, 0, 1)
 			original := bytes.Clone(simtest.Bytes(s.at, sampleSize))
 			cycle := func() (failed int) {
@@ -712,16 +831,20 @@ func TestDiskFails(t *testing.T) {
 // Of what was changed in the file, nothing is passed off as right.
 func TestDiskIsCorrupt(t *testing.T) {
 	simtest.On(t, 0)
-	for _, direct := range []bool{true, false} {
-		d := newDisk(t)
-		d.file.direct = direct
+	opened := func(k chunk) *os.File {
+		file, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", k.file.fd), os.O_RDWR, 0)
+		require.NoError(t, err)
+		return file
+	}
+	for i := range 4 {
+		d := newDiskOf(t, i > 1)
+		d.file.direct = i%2 > 0
 		s := newSample(t, 0, 1)
 		require.NoError(t, d.Begin(s.total()))
 		require.NoError(t, s.save(d))
-		file, err := os.OpenFile(d.files(t)[0], os.O_RDWR, 0)
-		require.NoError(t, err)
 		for _, c := range s.list {
 			for _, k := range c.chunks {
+				file := opened(k)
 				at := int64(k.at + k.size/2)
 				var was [1]byte
 				_, err := file.ReadAt(was[:], at)
@@ -739,12 +862,14 @@ func TestDiskIsCorrupt(t *testing.T) {
 				}
 				_, err = file.WriteAt(was[:], at)
 				require.NoError(t, err)
+				require.NoError(t, file.Close())
 			}
 		}
 		s.lose(1001)
 		require.NoError(t, s.restore(d), "it was for a while only")
 		s.intact(t)
 		last := s.list[len(s.list)-1].chunks[0]
+		file := opened(last)
 		require.NoError(t, file.Truncate(int64(last.at)+100))
 		var corrupt *CorruptError
 		require.ErrorAs(t, s.restore(d), &corrupt)
@@ -756,11 +881,17 @@ func TestDiskIsCorrupt(t *testing.T) {
 // Every call of the driver that a pause and a resume make fails once, and some
 // together with the wait that follows. A second attempt succeeds.
 func TestDiskFaults(t *testing.T) {
+	for _, named := range []bool{false, true} {
+		t.Run(fmt.Sprintf("named %v", named), func(t *testing.T) { diskFaults(t, named) })
+	}
+}
+
+func diskFaults(t *testing.T, named bool) {
 	simtest.On(t, 0)
 	driver := simtest.Driver()
 	s := newSample(t, 0, 1)
 	original := bytes.Clone(simtest.Bytes(s.at, sampleSize))
-	d := newDisk(t)
+	d := newDiskOf(t, named)
 	attempt := func(f func() error) (failed int) {
 		err := f()
 		for ; err != nil && failed < 3; err = f() {

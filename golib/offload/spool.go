@@ -7,7 +7,9 @@ import (
 	"io"
 	"log/slog"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
+	"regexp"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
@@ -55,13 +57,18 @@ var (
 	fallocate = unix.Fallocate
 	fstatfs   = unix.Fstatfs
 	tmpfile   = unix.O_TMPFILE
+	flock     = unix.Flock
 )
 
-// spool is a file without a name. Several goroutines may read and write it.
+// spool is a file without a name, or with one that goes with it. Several goroutines
+// may read and write it.
 type spool struct {
 	folder string
 	fd     int           // -1: there is none yet
+	named  bool          // it is to have a name
+	path   string        // its name; "": it has none
 	direct bool          // the page cache is not used, as far as is known
+	known  bool          // what is said of the folder was found out with another file
 	size   atomic.Uint64 // in blocks; all of it has room on the disk, where the file system can tell
 }
 
@@ -87,16 +94,20 @@ func (f *spool) open(size uint64) (err error) {
 		f.close()
 		return err
 	}
-	if s, err := f.status(); err == nil && inMemory(s) {
+	if s, err := f.status(); err == nil && inMemory(s) && !f.known {
 		slog.Warn("the folder for paused memory is in the host's memory, not on a disk", "folder", f.folder)
 	}
 	if f.direct = f.direct && f.avoidCache(); !f.direct {
 		_ = unix.Fadvise(f.fd, 0, 0, unix.FADV_RANDOM) // no reading ahead into what was dropped
 	}
+	f.known = true
 	return nil
 }
 
 func (f *spool) create() (fd int, err error) {
+	if f.named {
+		return f.createNamed()
+	}
 	const flags = unix.O_RDWR | unix.O_EXCL | unix.O_CLOEXEC
 	open := func(name string, flags int) error {
 		return retried(func() error {
@@ -116,6 +127,67 @@ func (f *spool) create() (fd int, err error) {
 		return -1, errors.Join(err, unix.Close(fd))
 	}
 	return fd, nil
+}
+
+// Files with names are locked while their process lives, so that another can tell
+// and remove those that a process has left behind.
+var (
+	numbers  atomic.Uint64 // in the names of this process's
+	fileName = regexp.MustCompile(`^amem-backup-[0-9]+-[0-9]+$`)
+)
+
+// lock locks a file, and tells whether it has its name still. A file system that
+// knows no locks fails with another error than EWOULDBLOCK.
+func lock(fd int) (linked bool, err error) {
+	err = retried(func() error { return flock(fd, unix.LOCK_EX|unix.LOCK_NB) })
+	var s unix.Stat_t
+	linked = unix.Fstat(fd, &s) == nil && s.Nlink > 0 && s.Mode&unix.S_IFMT == unix.S_IFREG
+	return linked, err
+}
+
+func (f *spool) createNamed() (fd int, err error) {
+	for {
+		path := filepath.Join(f.folder, fmt.Sprintf("amem-backup-%d-%d", os.Getpid(), numbers.Add(1)))
+		err := retried(func() error {
+			fd, err = unix.Open(path, unix.O_RDWR|unix.O_CREAT|unix.O_EXCL|unix.O_CLOEXEC, 0o600)
+			return err
+		})
+		if errors.Is(err, unix.EEXIST) { // of an earlier process of this number, or of another namespace
+			continue
+		}
+		if err != nil {
+			return -1, err
+		}
+		linked, err := lock(fd)
+		if linked && !errors.Is(err, unix.EWOULDBLOCK) {
+			f.path = path
+			return fd, nil
+		}
+		_ = unix.Close(fd) // a sweep was faster, and removes it
+	}
+}
+
+// sweep removes the files with names in the folder whose processes have ended.
+func sweep(folder string) {
+	list, err := os.ReadDir(folder)
+	if err != nil {
+		return // who makes a file here says so
+	}
+	for _, e := range list {
+		if !fileName.MatchString(e.Name()) {
+			continue
+		}
+		path := filepath.Join(folder, e.Name())
+		fd, err := unix.Open(path, unix.O_RDWR|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+		if err != nil {
+			continue // another user's
+		}
+		if linked, err := lock(fd); linked && err == nil {
+			err := unix.Unlink(path)
+			slog.Info("a file that an ended process has left behind", "path", path, "removed", err == nil)
+		}
+		_ = unix.Close(fd)
+	}
 }
 
 // failed makes an error of the system's a DiskError. needed is how many bytes of
@@ -142,6 +214,9 @@ func (f *spool) avoidCache() bool {
 	}
 	if set(unix.O_DIRECT) != nil {
 		return false
+	}
+	if f.known {
+		return true
 	}
 	memory, err := aligned(block)
 	if err == nil {
@@ -227,6 +302,9 @@ func (f *spool) close() {
 		return
 	}
 	_ = f.truncate(0) // closing it does the same
+	if f.path != "" {
+		_ = unix.Unlink(f.path)
+	}
 	_ = unix.Close(f.fd)
 	f.fd = -1
 	f.size.Store(0)

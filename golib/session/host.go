@@ -71,7 +71,7 @@ func grow(space *vmm.Space, arena *offload.Arena) (grown bool, err error) {
 	if arena.Bytes() >= total {
 		return false, nil
 	}
-	if err := arena.Begin(total); err != nil {
+	if err := arena.Expect(total); err != nil { // a backup that was retained stays
 		return false, err
 	}
 	err = space.AnyDevice(func() error {
@@ -126,14 +126,5 @@ func (r *Region) freeHost(ctx context.Context) error {
 	if r.isPaused() {
 		return errHolds(r.tag)
 	}
-	if r.store == nil {
-		return nil
-	}
-	if err := r.space.AnyDevice(r.store.Free); err != nil {
-		return err
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.store = nil // the next may be in another folder
-	return nil
+	return r.dropStore()
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"strings"
 	"sync"
@@ -57,6 +58,8 @@ type regions struct {
 	share   *sharing // made with the first
 	numbers atomic.Uint64
 	folder  string // for BackupDisk; "": Options.Folder
+	named   bool   // the files there have names
+	retain  atomic.Bool
 }
 
 func (s *Session) allRegions() []*Region {
@@ -120,14 +123,21 @@ func (s *Session) Allocate(number int, size uint64, device int32) (cuda.Ptr, err
 // Free gives memory of the region of a number back.
 func (s *Session) Free(number int, p cuda.Ptr) error {
 	r := s.allRegions()[number]
-	if err := r.space.Free(p); err != nil {
+	err := r.space.Free(p)
+	r.tidy()
+	if err != nil {
 		return fmt.Errorf("region %q: %w", r.tag, err)
 	}
 	return nil
 }
 
-// SetDiskFolder says where BackupDisk keeps files from now on.
-func (s *Session) SetDiskFolder(folder string) error {
+// RetainBackups makes a resume, from now on, leave backups in host memory readable
+// until the next pause, or not.
+func (s *Session) RetainBackups(on bool) { s.regions.retain.Store(on) }
+
+// SetDiskFolder says where BackupDisk keeps files from now on, and whether they
+// have names.
+func (s *Session) SetDiskFolder(folder string, named bool) error {
 	info, err := os.Stat(folder)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrArgument, err)
@@ -137,17 +147,17 @@ func (s *Session) SetDiskFolder(folder string) error {
 	}
 	s.regions.mu.Lock()
 	defer s.regions.mu.Unlock()
-	s.regions.folder = folder
+	s.regions.folder, s.regions.named = folder, named
 	return nil
 }
 
-func (s *Session) diskFolder() string {
+func (s *Session) diskFolder() (folder string, named bool) {
 	s.regions.mu.Lock()
 	defer s.regions.mu.Unlock()
 	if s.regions.folder != "" {
-		return s.regions.folder
+		return s.regions.folder, s.regions.named
 	}
-	return s.options.Folder
+	return s.options.Folder, false
 }
 
 // at answers the region whose memory is at p, or nil.
@@ -173,14 +183,14 @@ func (s *Session) MemoryState(p cuda.Ptr) (state State, known bool) {
 	return Paused, true
 }
 
-// ReadBackup copies what a pause has kept of len(to) bytes at p.
+// ReadBackup copies what the last pause has kept of len(to) bytes at p: while
+// paused, and after a resume that has retained it.
 func (s *Session) ReadBackup(p cuda.Ptr, to []byte) error {
 	_, err := s.backup(p, uint64(len(to)), to)
 	return err
 }
 
-// FindBackup answers where on the host a pause has kept size bytes at p, until
-// the tag is resumed.
+// FindBackup answers where on the host that is, until the next pause or resume.
 func (s *Session) FindBackup(p cuda.Ptr, size uint64) ([]byte, error) {
 	found, err := s.backup(p, size, nil)
 	if err == nil && found == nil {
@@ -195,9 +205,7 @@ func (s *Session) backup(p cuda.Ptr, size uint64, to []byte) ([]byte, error) {
 	switch {
 	case r == nil:
 		return nil, fmt.Errorf("%w: the memory at %#x is not of a region", ErrArgument, uint64(p))
-	case live:
-		return nil, fmt.Errorf("%w: tag %q is not paused: its memory at %#x can be read as usual", ErrState, r.tag, uint64(p))
-	case r.backup == BackupNone:
+	case r.backup == BackupNone && !live:
 		return nil, fmt.Errorf("%w: tag %q keeps no backup of the memory at %#x", ErrState, r.tag, uint64(p))
 	}
 	// No pause or resume changes what is kept meanwhile.
@@ -208,8 +216,11 @@ func (s *Session) backup(p cuda.Ptr, size uint64, to []byte) ([]byte, error) {
 	}
 	defer r.give()
 	found, err := r.space.Backup(p, size, to)
-	if errors.Is(err, cuda.ErrInvalidValue) {
+	switch {
+	case errors.Is(err, cuda.ErrInvalidValue):
 		err = fmt.Errorf("%w: %w", ErrArgument, err)
+	case errors.Is(err, vmm.ErrNoBackup):
+		err = fmt.Errorf("%w: tag %q: %w; what is not paused can be read as usual", ErrState, r.tag, err)
 	}
 	return found, err
 }
@@ -232,7 +243,8 @@ func (r *Region) keeper() offload.Store {
 	defer r.mu.Unlock()
 	if r.store == nil {
 		if r.backup == BackupDisk {
-			r.store = offload.NewDisk(r.session.driver, r.session.diskFolder())
+			folder, named := r.session.diskFolder()
+			r.store = offload.NewDisk(r.session.driver, folder, named)
 		} else {
 			r.store = offload.NewArena(r.session.driver)
 		}
@@ -240,7 +252,45 @@ func (r *Region) keeper() offload.Store {
 	return r.store
 }
 
-func (r *Region) give() { <-r.turn }
+func (r *Region) give() {
+	<-r.turn
+	r.tidy()
+}
+
+// tidy gives back what a pause has taken for backups, if the region has no memory
+// any more. Who has the turn meanwhile does it at the turn's end.
+func (r *Region) tidy() {
+	if !r.space.Empty() {
+		return
+	}
+	select {
+	case r.turn <- struct{}{}:
+		defer func() { <-r.turn }()
+	default:
+		return
+	}
+	if !r.space.Empty() {
+		return
+	}
+	if err := r.dropStore(); err != nil {
+		slog.Warn("host memory of a region without memory is kept", "tag", r.tag, "error", err)
+	}
+}
+
+// dropStore gives back what backups take. The caller has the turn, and nothing is
+// to be restored.
+func (r *Region) dropStore() error {
+	if r.store == nil {
+		return nil
+	}
+	if err := r.space.AnyDevice(r.store.Free); err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.store = nil // the next may be in another folder
+	return nil
+}
 
 func (r *Region) pause(ctx context.Context) (done Transition, err error) {
 	done, err = r.vacate(ctx)
@@ -274,6 +324,7 @@ func (r *Region) vacate(ctx context.Context) (done Transition, err error) {
 	}
 	p, err := r.space.Vacate(r.keeper())
 	if err != nil && r.space.Whole() {
+		r.removeFiles()
 		return done, err
 	}
 	r.paused.Store(true)
@@ -322,10 +373,18 @@ func (r *Region) restore(ctx context.Context) (done Transition, err error) {
 	if err != nil {
 		return done, err
 	}
-	r.space.Resumed()
+	r.space.Resumed(r.backup == BackupCPU && r.session.regions.retain.Load())
+	r.removeFiles()
 	r.paused.Store(false)
 	r.session.countPaused(-1)
 	return Transition{Changed: true, Bytes: report.Restored, Copied: report.Copied}, nil
+}
+
+// removeFiles removes the files of a pause that have names: all memory is back.
+func (r *Region) removeFiles() {
+	if d, is := r.store.(*offload.Disk); is {
+		d.Remove()
+	}
 }
 
 // closeRegions stops serving those who share memory of regions.

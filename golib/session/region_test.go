@@ -1,6 +1,7 @@
 package session
 
 import (
+	"bytes"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -129,7 +130,7 @@ func TestTagOfSeveralRegionsAndNCCL(t *testing.T) {
 	p := start(t, 1, 5*time.Second)[0]
 	base := simtest.Used(t, 0)
 	folder := t.TempDir()
-	require.NoError(t, p.SetDiskFolder(folder))
+	require.NoError(t, p.SetDiskFolder(folder, false))
 	var regions []int
 	var buffers []buffer
 	for i, backup := range []Backup{BackupCPU, BackupDisk, BackupNone} {
@@ -160,8 +161,8 @@ func TestTagOfSeveralRegionsAndNCCL(t *testing.T) {
 
 func TestSetDiskFolder(t *testing.T) {
 	p := alone(t)
-	require.ErrorIs(t, p.SetDiskFolder("/nowhere/at all"), ErrArgument)
-	require.ErrorContains(t, p.SetDiskFolder("/dev/null"), "/dev/null is not a folder")
+	require.ErrorIs(t, p.SetDiskFolder("/nowhere/at all", false), ErrArgument)
+	require.ErrorContains(t, p.SetDiskFolder("/dev/null", false), "/dev/null is not a folder")
 }
 
 // What is allocated while its tag is paused is there at once, and what is freed
@@ -190,7 +191,7 @@ func TestRegionWhilePaused(t *testing.T) {
 func TestBackupIsRead(t *testing.T) {
 	p := alone(t)
 	folder := t.TempDir()
-	require.NoError(t, p.SetDiskFolder(folder))
+	require.NoError(t, p.SetDiskFolder(folder, false))
 	cpu, disk, none := p.region(t, "w", BackupCPU), p.region(t, "w", BackupDisk), p.region(t, "w", BackupNone)
 	b := []buffer{p.torch(t, cpu, 6*mib, 1), p.torch(t, disk, 6*mib, 2), p.torch(t, none, 6*mib, 3)}
 	to := make([]byte, 3*mib)
@@ -665,7 +666,7 @@ func newShared(t *testing.T, backup Backup) *shared {
 	t.Helper()
 	all := bare(t, 2, 20*time.Second)
 	s := &shared{owner: all[0], borrower: all[1], backup: backup}
-	require.NoError(t, s.owner.SetDiskFolder(t.TempDir()))
+	require.NoError(t, s.owner.SetDiskFolder(t.TempDir(), false))
 	s.region = s.owner.region(t, "weights", backup)
 	for i, size := range []uint64{2 * mib, 6 * mib} {
 		b := s.owner.torch(t, s.region, size, uint64(i+1))
@@ -843,4 +844,217 @@ func TestOpenedWhileItsOwnerPauses(t *testing.T) {
 		require.NoError(t, err)
 	}
 	a.give(t, r, own)
+}
+
+// A backup that a resume has retained is read until the next pause, which writes
+// the new contents to the same place; a resume that does not retain it drops it.
+func TestBackupIsRetained(t *testing.T) {
+	p := alone(t)
+	weights, cache := p.region(t, "w", BackupCPU), p.region(t, "w", BackupNone)
+	disk := p.region(t, "w", BackupDisk)
+	require.NoError(t, p.SetDiskFolder(t.TempDir(), false))
+	var list []buffer
+	for i, size := range []uint64{2 * mib, 6 * mib, 70 * mib} {
+		list = append(list, p.torch(t, weights, size, uint64(i+1)))
+	}
+	lost, swapped := p.torch(t, cache, 2*mib, 10), p.torch(t, disk, 2*mib, 11)
+	places := make([]*byte, len(list))
+	kept := func(seeds uint64) {
+		t.Helper()
+		for i, b := range list {
+			found, err := p.FindBackup(b.at, b.size)
+			require.NoError(t, err)
+			require.True(t, bytes.Equal(simtest.Random(b.seed+seeds, b.size), found), "buffer %d", i)
+			if places[i] == nil {
+				places[i] = &found[0]
+			}
+			require.Same(t, places[i], &found[0])
+			to := make([]byte, mib)
+			require.NoError(t, p.ReadBackup(b.at+cuda.Ptr(mib), to))
+			require.True(t, bytes.Equal(simtest.Random(b.seed+seeds, b.size)[mib:2*mib], to))
+		}
+		for _, b := range []buffer{lost, swapped} {
+			if state, _ := p.MemoryState(b.at); state == Active {
+				require.ErrorIs(t, p.ReadBackup(b.at, make([]byte, 1)), ErrState)
+			}
+		}
+	}
+	none := func() {
+		t.Helper()
+		for _, b := range list {
+			require.ErrorIs(t, p.ReadBackup(b.at, make([]byte, 1)), ErrState)
+			_, err := p.FindBackup(b.at, 1)
+			require.ErrorIs(t, err, ErrState)
+		}
+	}
+	write := func(seeds uint64) {
+		for _, b := range list {
+			b.fill(b.seed + seeds)
+		}
+	}
+	holds := func(seeds uint64) {
+		t.Helper()
+		for _, b := range list {
+			require.True(t, simtest.Holds(b.at, b.seed+seeds, b.size))
+		}
+	}
+	p.RetainBackups(true)
+	for cycle := range uint64(3) {
+		write(10 * cycle)
+		require.NoError(t, p.Pause("w"))
+		kept(10 * cycle)
+		require.NoError(t, p.Resume("w"))
+		holds(10 * cycle)
+		write(10*cycle + 5)
+		kept(10 * cycle)
+		require.NoError(t, p.Resume("w"), "active already")
+		kept(10 * cycle)
+	}
+
+	// A pause that fails brings back what the memory held, and not what was retained.
+	simtest.Fault(t, "cuMemUnmap", 2, cuda.ErrUnknown)
+	require.ErrorIs(t, p.Pause("w"), cuda.ErrUnknown)
+	holds(25)
+	none()
+
+	// Memory that takes the place of memory with a backup has none.
+	require.NoError(t, p.Pause("w"))
+	require.NoError(t, p.Resume("w"))
+	kept(25)
+	p.give(t, weights, list[0])
+	b := p.torch(t, weights, list[0].size, 1)
+	require.Equal(t, list[0].at, b.at, "or this shows nothing")
+	require.ErrorIs(t, p.ReadBackup(b.at, make([]byte, 1)), ErrState)
+	list[0] = b
+	b.fill(b.seed + 25)
+
+	require.NoError(t, p.Pause("w"))
+	p.RetainBackups(false)
+	require.NoError(t, p.Resume("w"))
+	holds(25)
+	none()
+
+	p.RetainBackups(true)
+	require.NoError(t, p.Pause("w"))
+	require.NoError(t, p.Resume("w"))
+	require.NoError(t, p.FreeHost("w"))
+	none()
+	holds(25)
+	p.give(t, weights, list...)
+	p.give(t, cache, lost)
+	p.give(t, disk, swapped)
+}
+
+// Host memory that is got ahead leaves what was retained where it is.
+func TestBackupIsRetainedWhileTheArenaGrows(t *testing.T) {
+	p := alone(t)
+	r, number, err := p.Session.Region("w", BackupCPU)
+	require.NoError(t, err)
+	p.RetainBackups(true)
+	a := p.torch(t, number, 4*mib, 1)
+	require.NoError(t, p.Pause("w"))
+	require.NoError(t, p.Resume("w"))
+	b := p.torch(t, number, 8*mib, 2)
+	grown, err := r.growHost()
+	require.NoError(t, err)
+	require.True(t, grown)
+	found, err := p.FindBackup(a.at, a.size)
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(simtest.Random(1, a.size), found))
+	require.ErrorIs(t, p.ReadBackup(b.at, make([]byte, 1)), ErrState, "it has not been paused")
+	require.NoError(t, p.Pause("w"))
+	require.NoError(t, p.Resume("w"))
+	require.True(t, a.intact() && b.intact())
+	p.give(t, number, a, b)
+}
+
+// Host memory, and files, go with the last memory of the region.
+func TestHostMemoryGoesWithTheLastMemory(t *testing.T) {
+	for _, backup := range []Backup{BackupCPU, BackupDisk} {
+		for _, paused := range []bool{false, true} {
+			t.Run(fmt.Sprint(backup, paused), func(t *testing.T) {
+				p := alone(t)
+				require.NoError(t, p.SetDiskFolder(t.TempDir(), false))
+				p.RetainBackups(true)
+				r := p.region(t, "w", backup)
+				a, b := p.torch(t, r, 4*mib, 1), p.torch(t, r, 20*mib, 2)
+				held := func() uint64 { s := p.Stats("").Regions[0]; return s.Host + s.Disk }
+				require.NoError(t, p.Pause("w"))
+				require.Positive(t, held())
+				if !paused {
+					require.NoError(t, p.Resume("w"))
+				}
+				unregistered := simtest.Calls(t, "cuMemHostUnregister")
+				p.give(t, r, b)
+				require.Positive(t, held())
+				require.Equal(t, unregistered, simtest.Calls(t, "cuMemHostUnregister"))
+				p.give(t, r, a)
+				require.Zero(t, held())
+				require.Greater(t, simtest.Calls(t, "cuMemHostUnregister"), unregistered)
+
+				c := p.torch(t, r, 4*mib, 3)
+				require.NoError(t, p.Resume("w"))
+				require.NoError(t, p.Pause("w"))
+				require.NoError(t, p.Resume("w"))
+				require.True(t, c.intact())
+				p.give(t, r, c)
+				require.Zero(t, held())
+			})
+		}
+	}
+}
+
+// A free does not wait for a pause that has the turn; whose end does it then.
+func TestFreedDuringATurn(t *testing.T) {
+	p := alone(t)
+	r, number, err := p.Session.Region("w", BackupCPU)
+	require.NoError(t, err)
+	b := p.torch(t, number, 4*mib, 1)
+	require.NoError(t, p.Pause("w"))
+	require.NoError(t, p.Resume("w"))
+	require.NoError(t, r.take(t.Context()))
+	p.give(t, number, b)
+	require.Positive(t, p.Stats("").Regions[0].Host)
+	r.give()
+	require.Zero(t, p.Stats("").Regions[0].Host)
+}
+
+// Files with names are there while paused, and only then.
+func TestDiskFolderWithNames(t *testing.T) {
+	p := alone(t)
+	folder := t.TempDir()
+	require.NoError(t, p.SetDiskFolder(folder, true))
+	p.RetainBackups(true)
+	r := p.region(t, "w", BackupDisk)
+	list := []buffer{p.torch(t, r, 14*mib, 1), p.torch(t, r, 2*mib, 2)}
+	files := func() (sizes []int64) {
+		entries, err := os.ReadDir(folder)
+		require.NoError(t, err)
+		for _, e := range entries {
+			info, err := e.Info()
+			require.NoError(t, err)
+			sizes = append(sizes, info.Size())
+		}
+		return sizes
+	}
+	for range 3 {
+		require.NoError(t, p.Pause("w"))
+		require.ElementsMatch(t, []int64{int64(14 * mib), int64(2 * mib)}, files())
+		require.Equal(t, 16*mib, p.Stats("").Regions[0].Disk)
+		to := make([]byte, mib)
+		require.NoError(t, p.ReadBackup(list[0].at, to))
+		require.True(t, bytes.Equal(simtest.Random(1, mib), to))
+		require.NoError(t, p.Resume("w"))
+		require.Empty(t, files())
+		require.True(t, list[0].intact() && list[1].intact())
+		require.ErrorIs(t, p.ReadBackup(list[0].at, to), ErrState)
+	}
+	simtest.Fault(t, "cuMemUnmap", 1, cuda.ErrUnknown)
+	require.ErrorIs(t, p.Pause("w"), cuda.ErrUnknown)
+	require.Empty(t, files(), "the pause has failed")
+	require.True(t, list[0].intact() && list[1].intact())
+	require.NoError(t, p.Pause("w"))
+	require.Len(t, files(), 2)
+	p.give(t, r, list...)
+	require.Empty(t, files())
 }

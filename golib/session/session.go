@@ -422,7 +422,7 @@ func (s *Session) restore(ctx context.Context, space *vmm.Space, current func(ow
 // meet tells the peers that this process's memory is ready, and waits until
 // theirs is. A peer that had to start again has new memory by then.
 func (s *Session) meet(ctx context.Context) error {
-	s.space.Resumed()
+	s.space.Resumed(false)
 	s.node.Ready(ctx, s.space.Generation())
 	for {
 		if err := s.node.WaitReady(ctx); err != nil {

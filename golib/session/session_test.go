@@ -605,7 +605,7 @@ func TestUnfinishedResume(t *testing.T) {
 	require.NoError(t, resumeNone(a))
 	require.NoError(t, b.space.Fill())
 	require.NoError(t, b.space.Attach(context.Background(), b.node.Generation))
-	b.space.Resumed()
+	b.space.Resumed(false)
 	b.node.Ready(context.Background(), b.space.Generation())
 	require.NoError(t, a.Resume(""))
 	require.NoError(t, b.Resume(""))

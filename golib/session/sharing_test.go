@@ -49,8 +49,8 @@ func TestSharingAtRandom(t *testing.T) {
 		backups: map[string]Backup{"weights": BackupCPU, "swapped": BackupDisk, "kv_cache": BackupNone},
 	}
 	folder := t.TempDir()
-	for _, p := range s.all {
-		require.NoError(t, p.SetDiskFolder(folder))
+	for i, p := range s.all {
+		require.NoError(t, p.SetDiskFolder(folder, i == 0))
 	}
 	for range cycles {
 		for range s.random.IntN(6) {

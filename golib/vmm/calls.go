@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"amem/golib/cuda"
+	"amem/golib/offload"
 	"amem/golib/peer"
 )
 
@@ -30,6 +31,8 @@ type handle struct {
 	off      uint64
 	exported bool // own: peers may know it
 	owed     bool // imported: its owner has freed it, and waits for its end here
+
+	retained *offload.Contents // what its block's last pause kept, where a resume has retained it
 }
 
 const handleTag = 0xA3E0 << 48

@@ -163,7 +163,7 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	defer func() {
 		if err != nil {
 			p = Paused{}
-			s.Resumed()
+			s.Resumed(false)
 			s.paused = !s.Whole()
 		}
 	}()
@@ -499,15 +499,29 @@ func (s *Space) Abandon() error {
 }
 
 // Resumed forgets the contents kept of memory that is there: it is what counts.
-func (s *Space) Resumed() {
+// With retain, Backup goes on to answer them, until the store forgets them.
+func (s *Space) Resumed(retain bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range s.blocks {
 		if b.mem.live {
+			for _, h := range b.handles { // not the block: what is carved of it later has other contents
+				h.retained = nil
+				if retain {
+					h.retained = b.contents
+				}
+			}
 			b.contents = nil
 		}
 		b.mem.filling = false
 	}
+}
+
+// Empty tells whether there is no own memory, paused or not.
+func (s *Space) Empty() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.blocks) == 0
 }
 
 // Whole tells whether all own memory is there.

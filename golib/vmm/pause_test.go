@@ -198,7 +198,7 @@ func TestFreeWhileFilling(t *testing.T) {
 	require.NotEqual(t, freed.at, made.at, "no chunk of a slab that is being filled")
 	simtest.Fill(made.at, 9, made.size)
 	require.NoError(t, s.Fill())
-	s.Resumed()
+	s.Resumed(false)
 	require.Equal(t, 4*mib, simtest.Used(t, 0)-before)
 	require.True(t, simtest.Holds(kept.at, 1, kept.size))
 	require.True(t, simtest.Holds(made.at, 9, made.size))
@@ -376,7 +376,7 @@ func (w *world) resume() error {
 	if err = errors.Join(err, w.own.Fill()); err != nil {
 		return errors.Join(err, w.own.Abandon())
 	}
-	w.own.Resumed()
+	w.own.Resumed(false)
 	return nil
 }
 

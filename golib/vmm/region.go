@@ -86,9 +86,12 @@ func (s *Space) Live(p cuda.Ptr) (live, known bool) {
 	return h.block.mem.live, true
 }
 
-// Backup reads what a pause has kept of size bytes at p, into to, or answers
-// where it lies on the host if to is nil: nil if that is not in one piece. No
-// pause or resume may go on meanwhile.
+// ErrNoBackup says that memory is not paused, and no backup of it was retained.
+var ErrNoBackup = errors.New("not paused, and no backup of it was retained")
+
+// Backup reads what the last pause has kept of size bytes at p, into to, or
+// answers where it lies on the host if to is nil: nil if that is not in one piece.
+// No pause or resume may go on meanwhile.
 func (s *Space) Backup(p cuda.Ptr, size uint64, to []byte) ([]byte, error) {
 	c, err := s.kept(p, size)
 	if err != nil {
@@ -108,10 +111,14 @@ func (s *Space) kept(p cuda.Ptr, size uint64) (*offload.Contents, error) {
 	if h == nil || size > h.size-uint64(p-at) {
 		return nil, fmt.Errorf("%d bytes at %#x are not of one allocation: %w", size, uint64(p), cuda.ErrInvalidValue)
 	}
-	if h.block.mem.live || h.block.contents == nil {
-		return nil, fmt.Errorf("the memory at %#x is not paused: %w", uint64(p), cuda.ErrInvalidValue)
+	c := h.block.contents
+	if h.block.mem.live {
+		c = h.retained
 	}
-	return h.block.contents, nil
+	if c == nil || (h.block.mem.live && !c.Held()) {
+		return nil, fmt.Errorf("the memory at %#x: %w", uint64(p), ErrNoBackup)
+	}
+	return c, nil
 }
 
 // Allocated answers how many allocations there are and their bytes.

@@ -310,7 +310,7 @@ func resume(s *Space) (Restored, error) {
 	if err = errors.Join(err, s.Fill()); err != nil {
 		return r, err
 	}
-	s.Resumed()
+	s.Resumed(false)
 	return r, nil
 }
 

@@ -19,6 +19,8 @@ HOOK = {
     "amem_read_backup",
     "amem_backup_pointer",
     "amem_set_disk_directory",
+    "amem_set_named_disk_directory",
+    "amem_retain_backups",
     "amem_stats_json",
     "amem_free",
     "amem_free_host_memory",

@@ -368,10 +368,13 @@ func amemFindBackup(ptr C.CUdeviceptr, size C.size_t, backup *unsafe.Pointer, te
 }
 
 //export amemSetDiskFolder
-func amemSetDiskFolder(path, text *C.char) (status C.int) {
+func amemSetDiskFolder(path *C.char, named C.int, text *C.char) (status C.int) {
 	defer func() { status = guardControl(recover(), status, text) }()
-	return controlError(current.SetDiskFolder(C.GoString(path)), text)
+	return controlError(current.SetDiskFolder(C.GoString(path), named != 0), text)
 }
+
+//export amemRetainBackups
+func amemRetainBackups(on C.int) { current.RetainBackups(on != 0) }
 
 // handle is a cudaIpcMemHandle_t.
 type handle = [session.HandleSize]byte

@@ -48,6 +48,7 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->read_backup = amemReadBackup;
     core->find_backup = (void *)amemFindBackup;
     core->set_disk_directory = (void *)amemSetDiskFolder;
+    core->retain_backups = amemRetainBackups;
     core->ipc_get = amemIPCGet;
     core->ipc_open = (void *)amemIPCOpen;
     core->ipc_close = amemIPCClose;
