@@ -32,6 +32,19 @@ def cpu_backup(tensor: Any, zero_copy: bool = False) -> Any:
         AmemError: it is paused without a backup, or, for zero_copy, the backup
             is not in one piece on the host.
     """
+    return _read(tensor, zero_copy, retained=False)
+
+
+def last_backup(tensor: Any, zero_copy: bool = False) -> Any:
+    """cpu_backup(), but of a tensor that is not paused what its last pause kept.
+
+    Raises:
+        InvalidStateError: it is not paused, and the resume has not retained that (amem_retain_backups()).
+    """
+    return _read(tensor, zero_copy, retained=True)
+
+
+def _read(tensor: Any, zero_copy: bool, retained: bool) -> Any:
     torch: Any = sys.modules["torch"]
     if tensor.device.type != "cuda" or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         raise InvalidArgumentError(f"no plain tensor on a GPU: {tensor.device}, {tensor.layout}")
@@ -47,7 +60,7 @@ def cpu_backup(tensor: Any, zero_copy: bool = False) -> Any:
     state = State.OFF if library is None else State(library.amem_memory_state(address))
     if library is None or state is State.OFF:
         raise InvalidArgumentError("the tensor's memory is not a region's, and amem does not pause it: use .cpu()")
-    if state is not State.PAUSED:
+    if state is not State.PAUSED and not retained:
         if zero_copy:
             raise InvalidStateError("the tensor is not paused, so that there is no backup of it: use zero_copy=False")
         flat = torch.empty(extent, dtype=tensor.dtype, device="cpu")

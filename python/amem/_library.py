@@ -32,6 +32,8 @@ FUNCTIONS = (
     ("amem_read_backup", c_int, (c_void_p, c_size_t, c_void_p)),
     ("amem_backup_pointer", c_int, (c_void_p, c_size_t, POINTER(c_void_p))),
     ("amem_set_disk_directory", c_int, (c_char_p,)),
+    ("amem_set_named_disk_directory", c_int, (c_char_p,)),
+    ("amem_retain_backups", None, (c_int,)),
     # Not c_char_p: ctypes would make a copy and lose the pointer to free.
     ("amem_stats_json", c_void_p, ()),
     ("amem_free", None, (c_void_p,)),

@@ -2,15 +2,17 @@
 
 Callers rely on some semantics of the original that amem's own functions don't
 have: an unknown tag is no error, "all" means torch's memory and not NCCL's, and
-get_cpu_backup() of what is not paused is None. Where the original ends the
-process, these raise amem's exceptions.
+get_cpu_backup() of what is not paused is None, or what the last pause kept. Where
+the original ends the process, these raise amem's exceptions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from . import _api, _backup, _library, _regions
-from .errors import AmemError, CoreError, InvalidArgumentError
+from .errors import AmemError, CoreError, InvalidArgumentError, InvalidStateError
 
 CpuBackupBackend = Literal["mmap", "pinned"]
 HookMode = Literal["preload", "torch"]
@@ -129,16 +131,16 @@ class TorchMemorySaver:
         self._ensure_initialized().resume(tag)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """amem.cpu_backup() of a paused tensor; None for one that is not.
+        """amem.cpu_backup() of a paused tensor; of another what its last pause kept, or None.
 
-        With retain_cpu_backup, for one that is not: what it holds now.
+        The resume has kept that where retain_cpu_backup was set then.
         """
         return self._ensure_initialized().get_cpu_backup(x, zero_copy)
 
     def set_disk_backup_dir(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
         self._ensure_initialized()
-        _backup.set_disk_directory(path)
+        _set_disk_directory(path)
 
     @property
     def enabled(self) -> bool:
@@ -165,7 +167,7 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """amem keeps the host memory anyway; this is what get_cpu_backup() goes by."""
+        """Whether a resume leaves the contents of the pause to get_cpu_backup(), at the same address."""
         return self._ensure_initialized()._binary_wrapper.cdll.tms_get_retain_cpu_backup()
 
     @retain_cpu_backup.setter
@@ -183,6 +185,12 @@ def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
         return
     if not enable_cpu_backup:
         raise InvalidArgumentError("cpu_backup_backend requires enable_cpu_backup=True")
+    if sys.modules["torch_memory_saver.entrypoint"].is_xpu():  # which callers may have replaced
+        raise InvalidArgumentError("cpu_backup_backend is not supported on XPU")
+    import torch
+
+    if backend == "mmap" and getattr(torch.version, "hip", None):
+        raise InvalidArgumentError("cpu_backup_backend='mmap' is not supported on ROCm")
     _checked_backend(backend)
 
 
@@ -192,15 +200,29 @@ def _checked_backend(backend: str) -> str:
     return backend
 
 
+def _set_disk_directory(path: str) -> None:
+    """Callers look for files with names in it."""
+    library = _library.load()
+    status = library.amem_set_named_disk_directory(os.fsencode(path))
+    _library.check(library, "amem_set_named_disk_directory", status)
+
+
+class _MemPools:
+    def pop(self, key: tuple[str, bool, bool, str, int], *default: Any) -> None:
+        """What is freed of the tag's memory goes back to the device with the next empty_cache()."""
+        _regions.trim((key[0],))
+
+
 class _Impl:
-    """Callers reach through it for _binary_wrapper.cdll."""
+    """Callers reach through it for _binary_wrapper.cdll, and its tests for _mem_pools and _with_region_config."""
 
     def __init__(self) -> None:
         self._binary_wrapper = BinaryWrapper()
+        self._mem_pools = _MemPools()
         directory = os.environ.get("TMS_DISK_BACKUP_DIR")
         if directory:
             os.makedirs(directory, exist_ok=True)
-            _backup.set_disk_directory(directory)
+            _set_disk_directory(directory)
 
     @contextlib.contextmanager
     def region(
@@ -217,6 +239,15 @@ class _Impl:
             wanted = _config.region()
         with wanted, _config.changed(**parts):  # entering may start CUDA, for which TMS_INIT_ENABLE waits
             yield
+
+    def _with_region_config(
+        self,
+        tag: str,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: str | None,
+        enable_disk_backup: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        return self.region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
 
     @contextlib.contextmanager
     def cuda_graph(
@@ -254,26 +285,41 @@ class _Impl:
         tags = _known(tag)
         if not tags:
             return
+        retain = _functions.tms_get_retain_cpu_backup()
+        _library.load().amem_retain_backups(int(retain))
         _api.resume(*tags)
         done = _given_back.intersection(tags)
-        if done and not _functions.tms_get_retain_cpu_backup():
+        if done and not retain:
             _api.free_host_memory(*sorted(done))
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
         library = _library.loaded()
         state = _api.State.OFF if library is None else _api.State(library.amem_memory_state(x.data_ptr()))
-        if state is not _api.State.PAUSED:
-            retained = state is not _api.State.OFF and _functions.tms_get_retain_cpu_backup()
-            return _backup.cpu_backup(x) if retained else None
+        if state is _api.State.OFF:
+            return None
         if zero_copy:
             with contextlib.suppress(AmemError):
-                return _backup.cpu_backup(x, zero_copy=True)
-        return _backup.cpu_backup(x)
+                return _backup.last_backup(x, zero_copy=True)
+        try:
+            return _backup.last_backup(x)
+        except InvalidStateError:
+            if state is _api.State.PAUSED:
+                raise
+            return None
 
 
 def _known(tag: str | None) -> list[str]:
     known = _regions.tags()
     return [one for one in known if one == tag] if tag else known
+
+
+@functools.cache
+def _cuda_runtime() -> ctypes.CDLL:
+    """torch's, which has it loaded."""
+    import torch
+
+    major = str(torch.version.cuda).partition(".")[0]
+    return ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD)
 
 
 class _Functions:
@@ -282,6 +328,12 @@ class _Functions:
     def __init__(self) -> None:
         self._retain = _flag("TMS_RETAIN_CPU_BACKUP")
         self._warned = False
+
+    def __getattr__(self, name: str) -> Any:
+        """The original's library is linked with the CUDA runtime, whose functions are found through it."""
+        if not name.startswith("cuda"):
+            raise AttributeError(name)
+        return getattr(_cuda_runtime(), name)
 
     def tms_set_interesting_region(self, value: bool) -> None:
         _config.interesting = bool(value)
@@ -318,7 +370,7 @@ class _Functions:
         return _config.backend.encode()
 
     def tms_set_disk_backup_dir(self, path: bytes) -> None:
-        _backup.set_disk_directory(os.fsdecode(path))
+        _set_disk_directory(os.fsdecode(path))
 
     def tms_pause(self, tag: bytes | None) -> int:
         torch_memory_saver.pause(tag.decode() if tag else None)
@@ -329,13 +381,15 @@ class _Functions:
         return 0
 
     def tms_get_cpu_backup_pointer(self, ptr: Any, size: int) -> Any:
-        """A null pointer for memory that is not paused."""
+        """A null pointer for memory that is not paused, and whose backup was not retained."""
         address = ctypes.cast(ptr, ctypes.c_void_p)
         library = _library.loaded()
         backup = ctypes.c_void_p()
-        if library is not None and _api.State(library.amem_memory_state(address)) is _api.State.PAUSED:
+        state = _api.State.OFF if library is None else _api.State(library.amem_memory_state(address))
+        if library is not None and state is not _api.State.OFF:
             status = library.amem_backup_pointer(address, size, ctypes.byref(backup))
-            _library.check(library, "amem_backup_pointer", status)
+            if state is _api.State.PAUSED:
+                _library.check(library, "amem_backup_pointer", status)
         return ctypes.cast(backup, ctypes.POINTER(ctypes.c_uint8))
 
     def tms_set_retain_cpu_backup(self, value: bool) -> None:

@@ -26,9 +26,9 @@ SOURCE = r"""
 #include <sys/types.h>
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int state, group = 100, frees;
+static int state, group = 100, frees, retain;
 static __thread char error[200], report[200];
-static char directory[200];
+static char directory[200], directory_of_names[200];
 
 static int number(const char *name) {
     const char *value = getenv(name);
@@ -125,7 +125,7 @@ int amem_memory_state(const void *at) {
 
 int amem_backup_pointer(const void *at, size_t size, const void **to) {
     struct block *block = find(at);
-    if (!block || (char *)at + size > block->at + block->size || !block->gone || !block->copy) return answer(7);
+    if (!block || (char *)at + size > block->at + block->size || !block->copy) return answer(7);
     if (number("FAKE_SPLIT")) return answer(7);
     *to = block->copy + ((char *)at - block->at);
     return answer(0);
@@ -133,7 +133,7 @@ int amem_backup_pointer(const void *at, size_t size, const void **to) {
 
 int amem_read_backup(const void *at, size_t size, void *to) {
     struct block *block = find(at);
-    if (!block || (char *)at + size > block->at + block->size || !block->gone || !block->copy) return answer(7);
+    if (!block || (char *)at + size > block->at + block->size || !block->copy) return answer(7);
     memcpy(to, block->copy + ((char *)at - block->at), size);
     return answer(0);
 }
@@ -144,7 +144,13 @@ int amem_set_disk_directory(const char *path) {
     return answer(0);
 }
 
+int amem_set_named_disk_directory(const char *path) {
+    snprintf(directory_of_names, sizeof directory_of_names, "%s", path);
+    return answer(0);
+}
+
 const char *fake_directory(void) { return directory; }
+const char *fake_named_directory(void) { return directory_of_names; }
 
 /* "tag/backup: allocations-frees, bytes on each of four devices" */
 const char *fake_regions(void) {
@@ -187,12 +193,13 @@ static void move(struct block *block, int out) {
     if (block->gone == out) return;
     if (out) {
         if (regions[block->region].backup) {
-            block->copy = malloc(block->size);
+            if (!block->copy) block->copy = malloc(block->size);
             memcpy(block->copy, block->at, block->size);
         }
         memset(block->at, 0xdd, block->size);
     } else if (block->copy) {
         memcpy(block->at, block->copy, block->size);
+        if (retain) return (void)(block->gone = 0);
         free(block->copy);
         block->copy = NULL;
     }
@@ -230,6 +237,7 @@ static int locked(const char *tags, int to) {
     return status;
 }
 
+void amem_retain_backups(int on) { retain = on; }
 int amem_pause(const char *tags) { return locked(tags, 3); }
 int amem_resume(const char *tags) { return locked(tags, 2); }
 const char *amem_last_report(void) { return number("FAKE_SILENT") ? "" : report; }
@@ -267,6 +275,11 @@ const char *fake_freed(void) { return freed; }
 
 int amem_free_host_memory(const char *tags) {
     snprintf(freed + strlen(freed), sizeof freed - strlen(freed), "[%s]", tags ? tags : "");
+    for (int i = 0; i < BLOCKS; i++)
+        if (blocks[i].at && !blocks[i].gone && named(tags, regions[blocks[i].region].tag)) {
+            free(blocks[i].copy);
+            blocks[i].copy = NULL;
+        }
     return answer(state == 3 ? 7 : 0);
 }
 

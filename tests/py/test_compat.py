@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +265,100 @@ look(ordinary)
 show(seen)
 """
     contents = [0, 1, 2, 3]
-    expected = [None, None, contents, contents, None, None, contents, contents, None]
+    expected = [None, None, contents, contents, None, None, None, None, None]
     assert result(script, folder) == expected
     # Where zero copy is not possible, it is a copy.
     assert result(script, folder, FAKE_SPLIT="1") == expected
+
+
+def test_a_backup_is_retained_until_the_next_pause(folder: Path) -> None:
+    script = """
+with saver.region("weights", enable_cpu_backup=True):
+    tensor = torch.empty(4).write(bytes(range(4)))
+seen, places = [], set()
+def look():
+    for zero_copy in (False, True):
+        backup = saver.get_cpu_backup(tensor, zero_copy)
+        seen.append(backup and backup.read())
+        if backup and zero_copy:
+            places.add(backup.data_ptr())
+            pointer = cdll().tms_get_cpu_backup_pointer(tensor.data_ptr(), 4)
+            places.add(ctypes.cast(pointer, ctypes.c_void_p).value)
+saver.retain_cpu_backup = True
+for value in (1, 2):
+    tensor.write(bytes([value] * 4))
+    saver.pause()
+    saver.resume()
+    tensor.write(bytes([value + 10] * 4))
+    look()
+seen.append(tensor.read())
+saver.retain_cpu_backup = False
+look()
+saver.pause()
+saver.resume()
+look()
+show([seen, len(places), bool(cdll().tms_get_cpu_backup_pointer(tensor.data_ptr(), 4))])
+"""
+    one, two, twelve = [1] * 4, [2] * 4, [12] * 4
+    assert result(script, folder) == [[one, one, two, two, twelve, two, two, None, None], 1, False]
+
+
+def test_what_is_freed_of_a_pool_that_is_popped_goes_back(folder: Path) -> None:
+    """Its tests do so, by the names of its internals."""
+    script = """
+def run():
+    with saver.region("weights", enable_cpu_backup=True):
+        tensor = torch.empty(10)
+    pool = saver._impl._mem_pools.pop(("weights", True, False, "pinned", 0))
+    with saver._impl._with_region_config(tag="weights", enable_cpu_backup=True, cpu_backup_backend="pinned"):
+        seen = [cdll().tms_get_current_tag().decode(), cdll().tms_get_enable_cpu_backup()]
+        del tensor, pool
+        torch.cuda.empty_cache()
+    return seen
+seen = run()
+show([*seen, bytes_of("weights", 1), cdll().tms_get_interesting_region()])
+"""
+    assert result(script, folder) == ["weights", True, 0, False]
+
+
+def test_the_cuda_runtime_is_found_through_its_library(folder: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "cudart.c", tmp_path / "runtime.so"
+    source.write_text("int cudaHostGetFlags(void) { return 42; }")
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-Wl,-soname,libcudart.so.13", "-o", str(target), str(source)],
+        check=True,
+        timeout=60,
+    )
+    script = f"""
+saver._ensure_initialized()
+runtime = ctypes.CDLL({str(target)!r})
+cdll().cudaHostGetFlags.argtypes = []
+show([cdll().cudaHostGetFlags(), hasattr(cdll(), "cudaNothing"), hasattr(cdll(), "tms_nothing")])
+"""
+    assert result(script, folder) == [42, False, False]
+
+
+def test_backends_that_other_devices_lack(folder: Path) -> None:
+    script = """
+import torch_memory_saver.entrypoint as entrypoint
+seen = []
+def attempt(backend):
+    try:
+        with saver.region(enable_cpu_backup=True, cpu_backup_backend=backend):
+            seen.append("entered")
+    except ValueError as error:
+        seen.append(str(error))
+torch.version.hip = "6.2.0"
+attempt("mmap")
+attempt("pinned")
+entrypoint.is_xpu = lambda: True
+attempt("mmap")
+attempt("pinned")
+show(seen)
+"""
+    rocm, entered, *xpu = result(script, folder)
+    assert "not supported on ROCm" in rocm and entered == "entered"
+    assert len(xpu) == 2 and all("not supported on XPU" in message for message in xpu)
 
 
 def test_a_resume_gives_the_host_memory_of_mmap_back(folder: Path) -> None:
@@ -442,8 +533,8 @@ def test_the_disk_folder_is_made_and_set(folder: Path, tmp_path: Path, by: str) 
     script = f"saver.set_disk_backup_dir({str(target)!r})" if by == "call" else "saver.pause()"
     script += """
 library = ctypes.CDLL("libamem_hook.so")
-library.fake_directory.restype = ctypes.c_char_p
-show(library.fake_directory().decode())
+library.fake_named_directory.restype = ctypes.c_char_p
+show(library.fake_named_directory().decode())
 """
     env = {} if by == "call" else {"TMS_DISK_BACKUP_DIR": str(target)}
     assert result(script, folder, **env) == str(target)
