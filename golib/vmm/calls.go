@@ -32,7 +32,7 @@ type handle struct {
 	exported bool // own: peers may know it
 	owed     bool // imported: its owner has freed it, and waits for its end here
 
-	retained *offload.Contents // what its block's last pause kept, where a resume has retained it
+	backup *offload.Contents // own: what the last pause has kept of its block, while that may be read
 }
 
 const handleTag = 0xA3E0 << 48

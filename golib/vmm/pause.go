@@ -175,6 +175,9 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 		for _, b := range m.blocks {
 			b.contents = s.plan(b)
 			p.Copied += b.contents.Bytes()
+			for _, h := range b.handles {
+				h.backup = b.contents
+			}
 		}
 	}
 	s.mu.Unlock()
@@ -505,13 +508,12 @@ func (s *Space) Resumed(retain bool) {
 	defer s.mu.Unlock()
 	for _, b := range s.blocks {
 		if b.mem.live {
-			for _, h := range b.handles { // not the block: what is carved of it later has other contents
-				h.retained = nil
-				if retain {
-					h.retained = b.contents
+			b.contents = nil
+			for _, h := range b.handles {
+				if !retain {
+					h.backup = nil
 				}
 			}
-			b.contents = nil
 		}
 		b.mem.filling = false
 	}

@@ -111,14 +111,10 @@ func (s *Space) kept(p cuda.Ptr, size uint64) (*offload.Contents, error) {
 	if h == nil || size > h.size-uint64(p-at) {
 		return nil, fmt.Errorf("%d bytes at %#x are not of one allocation: %w", size, uint64(p), cuda.ErrInvalidValue)
 	}
-	c := h.block.contents
-	if h.block.mem.live {
-		c = h.retained
-	}
-	if c == nil || (h.block.mem.live && !c.Held()) {
+	if h.backup == nil || !h.backup.Held() {
 		return nil, fmt.Errorf("the memory at %#x: %w", uint64(p), ErrNoBackup)
 	}
-	return c, nil
+	return h.backup, nil
 }
 
 // Allocated answers how many allocations there are and their bytes.
