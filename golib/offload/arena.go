@@ -1,7 +1,7 @@
 // Package offload keeps the contents of paused memory, in one of two stores. An
 // Arena is pinned host memory that grows to what is needed and is kept from one
 // pause to the next, since pinning costs far more than copying. A Disk is a file
-// without a name, for what the host has no memory for.
+// without a name, or several with names, for what the host has no memory for.
 //
 // A store is used by one goroutine at a time, but for Bytes.
 package offload

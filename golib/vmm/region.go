@@ -86,8 +86,8 @@ func (s *Space) Live(p cuda.Ptr) (live, known bool) {
 	return h.block.mem.live, true
 }
 
-// ErrNoBackup says that memory is not paused, and no backup of it was retained.
-var ErrNoBackup = errors.New("not paused, and no backup of it was retained")
+// ErrNoBackup says that nothing is kept of memory.
+var ErrNoBackup = errors.New("no backup of it is kept")
 
 // Backup reads what the last pause has kept of size bytes at p, into to, or
 // answers where it lies on the host if to is nil: nil if that is not in one piece.
