@@ -509,10 +509,10 @@ func (s *Space) Resumed(retain bool) {
 	for _, b := range s.blocks {
 		if b.mem.live {
 			b.contents = nil
-			for _, h := range b.handles {
-				if !retain {
-					h.backup = nil
-				}
+		}
+		for _, h := range b.handles {
+			if b.mem.live && !retain {
+				h.backup = nil
 			}
 		}
 		b.mem.filling = false

@@ -315,7 +315,7 @@ def _known(tag: str | None) -> list[str]:
 
 @functools.cache
 def _cuda_runtime() -> ctypes.CDLL:
-    """torch's, which has it loaded."""
+    """The one that torch has loaded."""
     import torch
 
     major = str(torch.version.cuda).partition(".")[0]
