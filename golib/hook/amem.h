@@ -97,6 +97,22 @@ typedef struct {
  */
 amem_status amem_region(const char *tag, amem_backup_t backup, amem_region_t *region);
 
+/*
+ * From now on PyTorch's own allocator, which calls cudaMalloc, gets the memory of
+ * this region, on all threads. tag NULL: ordinary memory again; what was given
+ * stays the region's. The region is made at the first cudaMalloc.
+ */
+amem_status amem_default_region(const char *tag, amem_backup_t backup);
+
+/* The functions for ordinary memory, the CUDA runtime's, whatever the default region is. */
+amem_status amem_ordinary_memory(amem_region_t *region);
+
+/*
+ * Regions leave so many bytes free on a device: an allocation that would not is
+ * out of memory. A resume may use them. 0, as at first: none.
+ */
+void amem_set_memory_margin(size_t bytes);
+
 /* Whether the memory at ptr is paused; AMEM_STATE_OFF if it is not a region's. */
 amem_state_t amem_memory_state(const void *ptr);
 
@@ -155,6 +171,14 @@ int ncclResume(amem_ncclComm_t *comm);
 int ncclMemStats(void); /* writes the statistics to the log */
 int ncclSetGroupID(int group);
 int ncclGetGroupID(int *group);
+
+/*
+ * torch_memory_saver's functions, which programs look up in the process. tag NULL:
+ * all regions, without NCCL's memory; an unknown tag does nothing. They answer an
+ * amem_status.
+ */
+int tms_pause(const char *tag);
+int tms_resume(const char *tag);
 
 #ifdef __cplusplus
 }

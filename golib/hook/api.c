@@ -79,11 +79,15 @@ static void renew_enabling(void) { pthread_mutex_init(&enabling, NULL); }
 
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, renew_enabling); }
 
-/* Under LD_PRELOAD nobody calls amem_enable: preloading the library is the wish. */
+/*
+ * Under LD_PRELOAD nobody calls amem_enable: preloading the library is the wish,
+ * unless it is there in the place of torch_memory_saver's, which leaves NCCL alone.
+ */
 __attribute__((constructor)) static void enable_when_preloaded(void) {
     const char *preload = getenv("LD_PRELOAD");
-    const char *wish = getenv("AMEM_ENABLE");
+    const char *wish = getenv("AMEM_ENABLE"), *in_place = getenv("AMEM_COMPAT_TMS");
     if (!preload || !strstr(preload, "libamem_hook.so") || (wish && !strcmp(wish, "0"))) return;
+    if (!wish && in_place && !strcmp(in_place, "1")) return;
     if (amem_enable() != AMEM_OK) log_line(LOG_ERROR, "not enabled: %s", last_error);
 }
 

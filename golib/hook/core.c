@@ -86,6 +86,7 @@ static amem_status load(void) {
         .guard = &driver_guard,
         .launches = &driver_launches,
         .paused_regions = &runtime_paused_regions,
+        .margin = &region_margin,
     };
     amem_status result = (amem_status)init(&host, &core, status_text);
     if (result == AMEM_OK && (core.abi != AMEM_CORE_ABI || strcmp(core.version, AMEM_VERSION))) {

@@ -52,6 +52,7 @@ struct amem_host {
     int *guard;          /* one of AMEM_GUARD_*, accessed atomically */
     const int *launches; /* how many kernel launches are under way, accessed atomically */
     int *paused_regions; /* how many regions are paused, accessed atomically */
+    const size_t *margin; /* bytes that regions leave free on a device, accessed atomically */
 };
 
 #define AMEM_ERROR_TEXT 1024
@@ -107,6 +108,7 @@ struct amem_core {
     int (*region)(const char *tag, int backup, int *number, char *text);
     int (*allocate)(int region, size_t size, int device, CUdeviceptr *ptr, char *text);
     int (*deallocate)(int region, CUdeviceptr ptr, char *text);
+    int (*free_memory)(CUdeviceptr ptr, char *text); /* of whichever region; AMEM_PASS: of none */
     int (*memory_state)(CUdeviceptr ptr); /* an amem_state_t */
     int (*read_backup)(CUdeviceptr ptr, size_t size, void *to, char *text);
     int (*find_backup)(CUdeviceptr ptr, size_t size, const void **backup, char *text);

@@ -68,7 +68,17 @@ bool core_forked(void);
 
 /* runtime.c: the CUDA runtime's functions for regions' memory, in the slots of one of PyTorch's libraries. */
 int runtime_hook(const struct object *object); /* answers how many slots */
+bool runtime_found(void);                      /* there is a CUDA runtime to allocate ordinary memory with */
+void *runtime_allocate(size_t size);           /* ordinary memory; NULL on failure */
+void runtime_free(void *ptr);
 extern int runtime_paused_regions;             /* how many are paused; set by the core */
+
+/* region.c */
+bool region_has_default(void);
+/* Memory of the default region; AMEM_PASS if there is none. */
+int region_allocate_default(size_t size, int device, CUdeviceptr *ptr, char *text);
+bool region_gave_default(void); /* there was a default region, and it gave memory */
+extern size_t region_margin;    /* bytes that regions leave free on a device */
 
 /* api.c */
 extern struct amem_config config;

@@ -4,11 +4,27 @@
  * whichever thread calls them. Any thread may call what is here.
  */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "hook.h"
 
 #define PUBLIC __attribute__((visibility("default")))
+
+enum { MAX_TAG = 64 };
+
+size_t region_margin;
+
+/* The tags of the regions that this process has asked for, by number. */
+static _Atomic(char *) tags[AMEM_REGIONS];
+
+/* The default region. Never freed: another thread may be about to allocate in it. */
+static _Atomic(struct default_region {
+    char tag[MAX_TAG + 1];
+    int backup;
+    atomic_int number; /* -1 before the first allocation */
+} *) default_region;
+static atomic_bool gave_default;
 
 static void *allocate(int region, ssize_t size, int device) {
     char text[AMEM_ERROR_TEXT] = "";
@@ -71,19 +87,107 @@ static const struct amem_core *region_core(amem_status *status) {
     return NULL;
 }
 
-PUBLIC amem_status amem_region(const char *tag, amem_backup_t backup, amem_region_t *region) {
+/* The number of the region of a tag and a backup. */
+static amem_status find_region(const char *tag, int backup, int *number) {
     amem_status status;
-    int number;
     char text[AMEM_ERROR_TEXT] = "";
     const struct amem_core *core = region_core(&status);
     if (!core) return status;
-    if (!tag || !region) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_region: no tag, or no place for the answer");
-    status = (amem_status)core->region(tag, (int)backup, &number, text);
+    status = (amem_status)core->region(tag, backup, number, text);
     if (status != AMEM_OK) return api_fail(status, text);
+    char *none = NULL, *copy = tags[*number] ? NULL : strdup(tag);
+    if (copy && !atomic_compare_exchange_strong(&tags[*number], &none, copy)) free(copy);
+    return AMEM_OK;
+}
+
+PUBLIC amem_status amem_region(const char *tag, amem_backup_t backup, amem_region_t *region) {
+    int number;
+    if (!tag || !region) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_region: no tag, or no place for the answer");
+    amem_status status = find_region(tag, (int)backup, &number);
+    if (status != AMEM_OK) return status;
     *region = functions[number];
     watch_runtime();
     return AMEM_OK;
 }
+
+PUBLIC amem_status amem_default_region(const char *tag, amem_backup_t backup) {
+    amem_status status = api_configure();
+    if (status != AMEM_OK) return status;
+    struct default_region *wanted = NULL;
+    if (tag) {
+        /* The core checks it too, but is not there yet. */
+        if (!*tag || strlen(tag) > MAX_TAG || strchr(tag, ',') || !strcmp(tag, "nccl"))
+            return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "a region's tag has 1 to 64 bytes without commas, and is not nccl");
+        if (backup < AMEM_BACKUP_NONE || backup > AMEM_BACKUP_DISK)
+            return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_default_region: no such backup");
+        wanted = malloc(sizeof *wanted);
+        if (!wanted) return api_fail(AMEM_ERROR_INTERNAL, "amem_default_region: no memory");
+        strcpy(wanted->tag, tag);
+        wanted->backup = (int)backup;
+        wanted->number = -1;
+    }
+    default_region = wanted;
+    watch_runtime();
+    return AMEM_OK;
+}
+
+/* In a child of fork() that has the core of its parent, nothing is a region's. */
+bool region_has_default(void) { return default_region && !core_forked(); }
+bool region_gave_default(void) { return gave_default; }
+
+int region_allocate_default(size_t size, int device, CUdeviceptr *ptr, char *text) {
+    struct default_region *wanted = default_region;
+    if (!wanted) return AMEM_PASS;
+    int number = wanted->number;
+    if (number < 0) {
+        runtime_free(NULL); /* starts CUDA, as cudaMalloc would */
+        amem_status status = find_region(wanted->tag, wanted->backup, &number);
+        if (status != AMEM_OK) {
+            snprintf(text, AMEM_ERROR_TEXT, "%s", amem_last_error());
+            return status;
+        }
+        wanted->number = number;
+    }
+    const struct amem_core *core = core_loaded();
+    int status = core ? core->allocate(number, size, device, ptr, text) : AMEM_PASS;
+    if (status == AMEM_OK) gave_default = true;
+    return status;
+}
+
+static void *allocate_ordinary(ssize_t size, int device, void *stream) {
+    (void)device, (void)stream; /* PyTorch's current device is the one */
+    return runtime_allocate((size_t)size);
+}
+
+static void deallocate_ordinary(void *ptr, ssize_t size, int device, void *stream) {
+    (void)size, (void)device, (void)stream;
+    runtime_free(ptr);
+}
+
+PUBLIC amem_status amem_ordinary_memory(amem_region_t *functions_of_it) {
+    amem_status status = api_configure();
+    if (status != AMEM_OK) return status;
+    if (!functions_of_it) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_ordinary_memory: no place for the answer");
+    if (!runtime_found()) return api_fail(AMEM_ERROR_NO_DRIVER, "no CUDA runtime is loaded in this process");
+    *functions_of_it = (amem_region_t){allocate_ordinary, deallocate_ordinary};
+    return AMEM_OK;
+}
+
+PUBLIC void amem_set_memory_margin(size_t bytes) { __atomic_store_n(&region_margin, bytes, __ATOMIC_SEQ_CST); }
+
+/* torch_memory_saver's functions: NULL is all of the program's own memory, an unknown tag nothing. */
+static int change_regions(const char *tag, const char *what, amem_status (*change)(const char *)) {
+    char list[AMEM_REGIONS * (MAX_TAG + 1)], *end = list;
+    for (int i = 0; i < AMEM_REGIONS; i++)
+        if (tags[i] && (!tag || !*tag || !strcmp(tag, tags[i]))) end += sprintf(end, "%s%s", end == list ? "" : ",", tags[i]);
+    if (end == list) return AMEM_OK;
+    amem_status status = change(list);
+    if (status != AMEM_OK) log_line(LOG_ERROR, "%s: %s", what, amem_last_error());
+    return status;
+}
+
+PUBLIC int tms_pause(const char *tag) { return change_regions(tag, "tms_pause", amem_pause); }
+PUBLIC int tms_resume(const char *tag) { return change_regions(tag, "tms_resume", amem_resume); }
 
 static amem_status set_disk_directory(const char *path, bool named) {
     amem_status status;

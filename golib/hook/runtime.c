@@ -1,8 +1,8 @@
 /*
  * The CUDA runtime's functions as PyTorch's libraries call them, for the memory
- * of regions: CUDA's IPC, which the driver refuses for memory that is not
- * cudaMalloc's, and copies, which would end the context on paused memory. All
- * other memory goes to the runtime as it is. Any thread.
+ * of regions: cudaMalloc gives the default region's, CUDA's IPC is refused by the
+ * driver for memory that is not cudaMalloc's, and copies would end the context on
+ * paused memory. All other memory goes to the runtime as it is. Any thread.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -29,6 +29,9 @@ typedef struct {
 } ipc_handle;
 
 static struct {
+    int (*GetDevice)(int *);
+    int (*Malloc)(void **, size_t);
+    int (*Free)(void *);
     int (*IpcGetMemHandle)(ipc_handle *, void *);
     int (*IpcOpenMemHandle)(void **, ipc_handle, unsigned int);
     int (*IpcCloseMemHandle)(void *);
@@ -69,6 +72,30 @@ static const char *get_error_string(int error) {
 }
 
 static CUdeviceptr at(const void *ptr) { return (CUdeviceptr)(uintptr_t)ptr; }
+
+static int malloc_(void **ptr, size_t size) {
+    char text[AMEM_ERROR_TEXT] = "";
+    CUdeviceptr given;
+    int device;
+    if (!region_has_default() || !ptr || !size || !real.GetDevice || real.GetDevice(&device)) return real.Malloc(ptr, size);
+    int status = region_allocate_default(size, device, &given, text);
+    if (status == AMEM_PASS) return real.Malloc(ptr, size);
+    if (status == AMEM_ERROR_OUT_OF_MEMORY) { /* no text: PyTorch gives back what it has cached, and tries again */
+        log_line(LOG_DEBUG, "%s", text);
+        return MEMORY_ALLOCATION;
+    }
+    if (status != AMEM_OK) return refuse_status(status, text);
+    *ptr = (void *)(uintptr_t)given;
+    return SUCCESS;
+}
+
+static int free_(void *ptr) {
+    char text[AMEM_ERROR_TEXT] = "";
+    const struct amem_core *core = ptr && region_gave_default() ? core_loaded() : NULL;
+    int status = core ? core->free_memory(at(ptr), text) : AMEM_PASS;
+    if (status == AMEM_PASS) return real.Free(ptr);
+    return status == AMEM_OK ? SUCCESS : refuse_status(status, text);
+}
 
 static bool children_have_amem(void) {
     const char *wish = getenv("AMEM_ENABLE");
@@ -141,9 +168,12 @@ static int memset_async(void *to, int value, size_t size, void *stream) {
 
 static const struct {
     const char *name;
-    void *wrapper;
-    void *real; /* where the real function is stored */
+    void *wrapper; /* NULL: the function is called only */
+    void *real;    /* where the real function is stored */
 } wrappers[] = {
+    {"cudaGetDevice", NULL, &real.GetDevice},
+    {"cudaMalloc", malloc_, &real.Malloc},
+    {"cudaFree", free_, &real.Free},
     {"cudaGetErrorString", get_error_string, &real.GetErrorString},
     {"cudaIpcGetMemHandle", ipc_get_mem_handle, &real.IpcGetMemHandle},
     {"cudaIpcOpenMemHandle", ipc_open_mem_handle, &real.IpcOpenMemHandle},
@@ -155,17 +185,36 @@ static const struct {
     {"cudaMemsetAsync", memset_async, &real.MemsetAsync},
 };
 
+enum { COUNT = sizeof wrappers / sizeof *wrappers };
+
+/* The runtime's function, or NULL. */
+static void *resolve(int i) {
+    void **slot = wrappers[i].real;
+    void *function = __atomic_load_n(slot, __ATOMIC_ACQUIRE);
+    if (!function) function = driver_runtime_function(wrappers[i].name);
+    __atomic_store_n(slot, function, __ATOMIC_RELEASE);
+    return function;
+}
+
 int runtime_hook(const struct object *object) {
-    enum { COUNT = sizeof wrappers / sizeof *wrappers };
     struct replacement list[COUNT];
     int found = 0;
-    for (int i = 0; i < COUNT; i++) {
-        void **slot = wrappers[i].real;
-        void *function = __atomic_load_n(slot, __ATOMIC_ACQUIRE);
-        if (!function) function = driver_runtime_function(wrappers[i].name);
-        if (!function) continue;
-        __atomic_store_n(slot, function, __ATOMIC_RELEASE);
-        list[found++] = (struct replacement){wrappers[i].name, wrappers[i].wrapper};
-    }
+    for (int i = 0; i < COUNT; i++)
+        if (resolve(i) && wrappers[i].wrapper) list[found++] = (struct replacement){wrappers[i].name, wrappers[i].wrapper};
     return elf_replace_all(object, list, found);
+}
+
+bool runtime_found(void) {
+    for (int i = 0; i < COUNT; i++) resolve(i);
+    return real.Malloc && real.Free;
+}
+
+void *runtime_allocate(size_t size) {
+    void *ptr;
+    return real.Malloc(&ptr, size) ? NULL : ptr;
+}
+
+void runtime_free(void *ptr) {
+    int error = real.Free(ptr);
+    if (error) log_line(LOG_ERROR, "cudaFree: %s", real.GetErrorString ? real.GetErrorString(error) : "failed");
 }

@@ -101,6 +101,7 @@ func (s *Session) region(tag string, backup Backup) (*Region, int, error) {
 	}
 	r := &Region{session: s, tag: tag, backup: backup, turn: make(chan struct{}, 1), space: vmm.New(s.driver, vmm.Options{
 		Arena: true, Timeout: s.options.Timeout, Region: tag, Discard: backup == BackupNone, Numbers: &s.regions.numbers,
+		Margin: s.options.Margin,
 	})}
 	r.space.SetPeers(s.regions.share.node)
 	s.regions.list = append(s.regions.list, r)
@@ -121,14 +122,25 @@ func (s *Session) Allocate(number int, size uint64, device int32) (cuda.Ptr, err
 }
 
 // Free gives memory of the region of a number back.
-func (s *Session) Free(number int, p cuda.Ptr) error {
-	r := s.allRegions()[number]
+func (s *Session) Free(number int, p cuda.Ptr) error { return s.allRegions()[number].free(p) }
+
+func (r *Region) free(p cuda.Ptr) error {
 	err := r.space.Free(p)
 	r.tidy()
 	if err != nil {
 		return fmt.Errorf("region %q: %w", r.tag, err)
 	}
 	return nil
+}
+
+// FreeMemory gives memory back, of whichever region it is. known is false for
+// other memory.
+func (s *Session) FreeMemory(p cuda.Ptr) (known bool, err error) {
+	r, _ := s.at(p)
+	if r == nil || r.backup == opened {
+		return false, nil
+	}
+	return true, r.free(p)
 }
 
 // RetainBackups makes a resume, from now on, leave backups in host memory readable

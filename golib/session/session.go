@@ -70,6 +70,8 @@ type Options struct {
 	Folder   string     // where BackupDisk keeps files, unless SetDiskFolder says
 	// Paused is told how many more regions are paused, or fewer.
 	Paused func(more int)
+	// Margin answers how many bytes of a device regions leave free. nil: none.
+	Margin func() uint64
 }
 
 // Session is the pausable memory of this process: NCCL's, and that of regions.

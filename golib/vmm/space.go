@@ -19,6 +19,7 @@ package vmm
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -51,6 +52,7 @@ type Options struct {
 	Timeout     time.Duration  // for a peer's memory
 	Region      string         // its tag, if the memory is the program's own; "": NCCL's
 	Discard     bool           // keep no contents
+	Margin      func() uint64  // bytes of a device that an allocation leaves free; nil: none
 	Numbers     *atomic.Uint64 // of blocks, where several Spaces serve the same peers
 	// Imported is told when a peer's memory is wanted, has come, or is wanted no more.
 	Imported func()
@@ -230,6 +232,9 @@ func (s *Space) Devices() []*Device {
 // newBlock makes an own block with physical memory at a home address, with h
 // as its first handle. structure is held.
 func (s *Space) newBlock(c class, size uint64, slab bool, h *handle) error {
+	if err := s.keepMargin(size); err != nil {
+		return err
+	}
 	b := &block{size: size, slab: slab, class: c}
 	if slab {
 		b.free = []span{{0, size}}
@@ -258,6 +263,20 @@ func (s *Space) newBlock(c class, size uint64, slab bool, h *handle) error {
 	b.addHandle(h)
 	s.addRange(addressRange{at: b.home, size: b.size, block: b})
 	return nil
+}
+
+// keepMargin fails where size bytes more would leave less than the margin free
+// on the current context's device. A resume does not ask: it brings back what
+// was there.
+func (s *Space) keepMargin(size uint64) error {
+	if s.options.Margin == nil || s.options.Margin() == 0 {
+		return nil
+	}
+	free, _, err := s.driver.MemInfo()
+	if margin := s.options.Margin(); err == nil && (size > free || free-size < margin) {
+		err = fmt.Errorf("%d bytes are free, of which a margin of %d stays: %w", free, margin, cuda.ErrOutOfMemory)
+	}
+	return err
 }
 
 // discard ends a block that no handle uses; with the last block of its memory,

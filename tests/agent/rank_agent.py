@@ -121,8 +121,9 @@ class Agent(Rank):
         return self.add_tensor(Tensor(pointer, size, functions), seed)
 
     def add_tensor(self, tensor: Tensor, seed: int | None = None) -> int:
-        number = max(self.tensors, default=-1) + 1
-        self.tensors[number] = tensor
+        with self.adding:
+            number = max(self.tensors, default=-1) + 1
+            self.tensors[number] = tensor
         if seed is not None:
             self.write(number, seed)
         return number
@@ -139,6 +140,57 @@ class Agent(Rank):
         gone = self.tensors.pop(tensor)
         assert gone.functions is not None
         DEALLOCATE(gone.functions.deallocate)(gone.pointer, gone.size, self.device.ordinal, None)
+
+    def default_region(self, tag: str | None, backup: str = "cpu") -> None:
+        library = self.library()
+        status = library.amem_default_region(None if tag is None else tag.encode(), BACKUPS[backup])
+        _library.check(library, "amem_default_region", status)
+
+    def margin(self, size: int) -> None:
+        self.library().amem_set_memory_margin(size)
+
+    def torch_allocate(self, size: int, seed: int) -> int:
+        """Allocates with PyTorch's own allocator, and answers the tensor's number."""
+        pointer = ctypes.c_void_p()
+        self.refused(self.torch().c10_allocate(ctypes.byref(pointer), ctypes.c_size_t(size)))
+        assert pointer.value
+        return self.add_tensor(Tensor(pointer.value, size, None), seed)
+
+    def torch_deallocate(self, tensor: int) -> None:
+        """PyTorch's allocator keeps the memory."""
+        self.refused(self.torch().c10_deallocate(ctypes.c_void_p(self.tensors.pop(tensor).pointer)))
+
+    def empty_cache(self) -> None:
+        self.refused(self.torch().c10_empty_cache())
+
+    def torch_allocate_on_threads(self, count: int, size: int, seed: int) -> list[int]:
+        """One tensor on each of several threads at once."""
+        tensors: list[int] = []
+
+        def work(number: int) -> None:
+            self.device.make_current()
+            tensor = self.torch_allocate(size, seed + number)
+            with self.adding:
+                tensors.append(tensor)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sorted(tensors)
+
+    def ordinary(self, size: int, seed: int) -> int:
+        """Allocates with the functions for ordinary memory."""
+        library, functions = self.library(), _library.RegionFunctions()
+        status = library.amem_ordinary_memory(ctypes.byref(functions))
+        _library.check(library, "amem_ordinary_memory", status)
+        pointer = ALLOCATE(functions.allocate)(size, self.device.ordinal, None)
+        return self.add_tensor(Tensor(pointer, size, functions), seed)
+
+    def tms(self, verb: str, tag: str | None) -> int:
+        """A function that torch_memory_saver's library exports."""
+        return int(getattr(self.library(), f"tms_{verb}")(None if tag is None else tag.encode()))
 
     def pointer(self, tensor: int) -> int:
         return self.tensors[tensor].pointer

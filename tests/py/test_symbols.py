@@ -15,6 +15,9 @@ HOOK = {
     "amem_state",
     "amem_tag_state",
     "amem_region",
+    "amem_default_region",
+    "amem_ordinary_memory",
+    "amem_set_memory_margin",
     "amem_memory_state",
     "amem_read_backup",
     "amem_backup_pointer",
@@ -33,6 +36,8 @@ HOOK = {
     "ncclMemStats",
     "ncclSetGroupID",
     "ncclGetGroupID",
+    "tms_pause",
+    "tms_resume",
     "amem_hook_driver_table",
 }
 CORE = {"amem_core_init"}
@@ -68,7 +73,7 @@ def test_core_exports_exactly_its_entry(package: Path) -> None:
 def test_header_declares_what_the_hook_exports(package: Path) -> None:
     header = (package / "include" / "amem.h").read_text()
     code = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
-    declared = set(re.findall(r"\b((?:amem_|nccl[A-Z])\w*)\(", code))
+    declared = set(re.findall(r"\b((?:amem_|tms_|nccl[A-Z])\w*)\(", code))
     # The entry for a patched NCCL is not for programs.
     assert declared == HOOK - {"amem_hook_driver_table"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import MIB, Ranks, failure, memory, needs_libraries, ranks, right
+from harness import LIB, MIB, SIM, Ranks, environment, failure, memory, needs_libraries, python, ranks, right, run
 
 pytestmark = needs_libraries
 
@@ -248,3 +248,228 @@ def test_a_sharer_that_is_stopped() -> None:
         memory(group, [0, 0])
         a.call("resume")
         assert a.call("holds", tensor=0, seed=1) and b.call("holds", tensor=0, seed=1)
+
+
+# The default region: PyTorch's own allocator calls cudaMalloc and cudaFree.
+
+
+def test_default_region() -> None:
+    with programs(1) as group:
+        p = group[0]
+        p.call("default_region", tag="all")
+        assert p.call("tag_state", tag="all") == OFF, "the core is loaded by the first allocation"
+        sizes = [2 * MIB, 30 * MIB, 100 * MIB]
+        tensors = [p.call("torch_allocate", size=size, seed=i) for i, size in enumerate(sizes)]
+        cached = p.call("torch_allocate", size=70 * MIB, seed=5)
+        p.call("torch_deallocate", tensor=cached)
+        full = p.call("meminfo")
+        assert full >= sum(sizes) + 70 * MIB
+        assert p.call("pause", tags=["all"])["bytes"] == full
+        assert p.call("meminfo") == 0
+        ordinary = p.call("ordinary", size=8 * MIB, seed=7)
+        assert p.call("holds", tensor=ordinary, seed=7) and p.call("meminfo") == 8 * MIB
+        p.call("deallocate", tensor=ordinary)
+        p.call("resume")
+        assert p.call("meminfo") == full
+        assert [p.call("holds", tensor=t, seed=i) for i, t in enumerate(tensors)] == [True] * 3
+        p.call("empty_cache")
+        assert p.call("meminfo") == full - 70 * MIB
+        for tensor in tensors:
+            p.call("torch_deallocate", tensor=tensor)
+        p.call("empty_cache")
+        assert p.call("meminfo") == 0
+
+
+def test_default_region_and_others() -> None:
+    """Each memory goes back to where it is from, whatever the default region is by then."""
+    with programs(1) as group:
+        p = group[0]
+        before = p.call("torch_allocate", size=4 * MIB, seed=1)
+        assert p.call("memory_state", tensor=before) == OFF and p.call("meminfo") == 4 * MIB
+        p.call("default_region", tag="a", backup="cpu")
+        a = p.call("torch_allocate", size=70 * MIB, seed=2)
+        p.call("default_region", tag="b", backup="none")
+        b = p.call("torch_allocate", size=80 * MIB, seed=3)
+        pool = p.call("allocate", tag="a", size=90 * MIB, seed=4)
+        p.call("default_region", tag=None)
+        after = p.call("torch_allocate", size=6 * MIB, seed=5)
+        assert p.call("memory_state", tensor=after) == OFF
+        assert p.call("pause", tags=["a"])["bytes"] == 160 * MIB
+        assert [p.call("memory_state", tensor=t) for t in (before, a, b, pool, after)] == [OFF, PAUSED, ACTIVE, PAUSED, OFF]
+        assert p.call("holds", tensor=before, seed=1) and p.call("holds", tensor=b, seed=3)
+        p.call("torch_deallocate", tensor=b)
+        p.call("empty_cache")
+        assert p.call("meminfo") == 10 * MIB
+        p.call("resume")
+        assert p.call("holds", tensor=a, seed=2) and p.call("holds", tensor=pool, seed=4)
+        for tensor in (before, a, after):
+            p.call("torch_deallocate", tensor=tensor)
+        p.call("empty_cache")
+        assert p.call("meminfo") == 90 * MIB
+        p.call("deallocate", tensor=pool)
+        assert p.call("meminfo") == 0
+
+
+def test_default_region_on_many_threads() -> None:
+    with programs(1) as group:
+        p = group[0]
+        p.call("default_region", tag="all")
+        tensors = p.call("torch_allocate_on_threads", count=12, size=3 * MIB, seed=20)
+        assert len(tensors) == 12
+        assert [p.call("memory_state", tensor=t) for t in tensors] == [ACTIVE] * 12
+        used = p.call("meminfo")
+        contents = {t: seed for t in tensors for seed in range(20, 32) if p.call("holds", tensor=t, seed=seed)}
+        assert sorted(contents.values()) == list(range(20, 32))
+        assert p.call("pause", tags=["all"])["bytes"] == used
+        assert p.call("meminfo") == 0
+        p.call("resume")
+        assert all(p.call("holds", tensor=t, seed=seed) for t, seed in contents.items())
+
+
+def test_default_region_out_of_memory() -> None:
+    """PyTorch's allocator is told so as by the runtime: it gives its cache back and tries again."""
+    with programs(1, AMEM_SIM_MEMORY=str(256 * MIB)) as group:
+        p = group[0]
+        p.call("default_region", tag="all")
+        kept = p.call("torch_allocate", size=70 * MIB, seed=1)
+        cached = p.call("torch_allocate", size=100 * MIB, seed=2)
+        p.call("torch_deallocate", tensor=cached)
+        large = p.call("torch_allocate", size=150 * MIB, seed=3)
+        assert p.call("holds", tensor=large, seed=3) and p.call("meminfo") == 220 * MIB
+        message = failure(lambda: p.call("torch_allocate", size=100 * MIB, seed=4), "RuntimeError")
+        assert message == "2: the runtime's own text", "cudaErrorMemoryAllocation"
+        p.call("pause", tags=["all"])
+        p.call("resume")
+        assert p.call("holds", tensor=kept, seed=1) and p.call("holds", tensor=large, seed=3)
+
+
+def test_a_wrong_default_region() -> None:
+    with programs(1) as group:
+        p = group[0]
+        for tag in ("", "nccl", "a,b", "x" * 65):
+            failure(functools.partial(p.call, "default_region", tag=tag), "InvalidArgumentError")
+        tensor = p.call("torch_allocate", size=2 * MIB, seed=1)
+        assert p.call("memory_state", tensor=tensor) == OFF
+
+
+def test_default_region_is_shared() -> None:
+    with programs(2, AMEM_ENABLE="1") as group:
+        a, b = group[0], group[1]
+        a.call("default_region", tag="all")
+        own = a.call("torch_allocate", size=70 * MIB, seed=1)
+        theirs = b.call("open", handle=a.call("share", tensor=own), size=70 * MIB)
+        a.call("pause", tags=["all"])
+        assert a.call("meminfo") == 0
+        a.call("resume")
+        assert b.call("holds", tensor=theirs, seed=1)
+
+
+def test_memory_margin() -> None:
+    with programs(1, AMEM_SIM_MEMORY=str(512 * MIB)) as group:
+        p = group[0]
+        p.call("default_region", tag="all")
+        first = p.call("torch_allocate", size=200 * MIB, seed=1)
+        p.call("margin", size=250 * MIB)
+        assert "2: " in failure(lambda: p.call("torch_allocate", size=70 * MIB, seed=2), "RuntimeError")
+        message = failure(lambda: p.call("allocate", tag="other", size=70 * MIB, seed=2), "MemoryError")
+        assert f"{312 * MIB} bytes are free, of which a margin of {250 * MIB} stays" in message
+        second = p.call("torch_allocate", size=62 * MIB, seed=2)
+        ordinary = p.call("ordinary", size=150 * MIB, seed=3)
+        p.call("pause", tags=["all"])
+        p.call("resume")  # it may use the margin
+        assert p.call("holds", tensor=first, seed=1) and p.call("holds", tensor=second, seed=2)
+        p.call("margin", size=0)
+        p.call("deallocate", tensor=ordinary)
+        third = p.call("torch_allocate", size=200 * MIB, seed=4)
+        assert p.call("holds", tensor=third, seed=4)
+
+
+def test_the_functions_of_torch_memory_saver() -> None:
+    with ranks(1) as group:
+        group.init()
+        group.comm_init()
+        p = group[0]
+        assert p.call("tms", verb="pause", tag=None) == 0, "there is nothing of the program's own"
+        p.call("default_region", tag="all")
+        tensor = p.call("torch_allocate", size=70 * MIB, seed=1)
+        p.call("allocate", tag="kv_cache", size=80 * MIB, seed=2, backup="none")
+        nccl = p.call("meminfo") - 150 * MIB
+        for tag in ("unknown", "nccl", "kv"):
+            assert p.call("tms", verb="pause", tag=tag) == 0
+        assert p.call("meminfo") == nccl + 150 * MIB
+        assert p.call("tms", verb="pause", tag="kv_cache") == 0
+        assert p.call("meminfo") == nccl + 70 * MIB
+        assert p.call("tms", verb="pause", tag=None) == 0
+        assert p.call("meminfo") == nccl and p.call("tag_state", tag="nccl") == ACTIVE
+        assert p.call("tms", verb="resume", tag=None) == 0
+        assert p.call("meminfo") == nccl + 150 * MIB and p.call("holds", tensor=tensor, seed=1)
+        right(group)
+
+
+# A process that has amem and PyTorch's allocator, and allocates by hand.
+PROCESS = """
+import ctypes, os, sys
+from amem import _library
+torch = ctypes.CDLL(os.path.join(os.environ["AMEM_SIM_LIBRARY_DIR"], "libc10_cuda.so"))
+
+def allocate(size=70 << 20):
+    pointer = ctypes.c_void_p()
+    return torch.c10_allocate(ctypes.byref(pointer), ctypes.c_size_t(size)), pointer
+
+def is_regions(pointer):
+    return library.amem_memory_state(pointer) == 2
+
+def well(child):
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_fork_before_the_first_allocation(tmp_path: Path) -> None:
+    """Neither the hook nor the default region starts CUDA: the child is as good as the parent."""
+    script = """
+library = _library.load()
+assert library.amem_default_region(b"all", 1) == 0
+child = os.fork()
+status, pointer = allocate()
+assert status == 0 and is_regions(pointer) and library.amem_pause(b"all") == 0 and library.amem_resume(b"all") == 0
+if child:
+    well(child)
+os._exit(0)
+"""
+    python(PROCESS + script, environment(tmp_path))
+
+
+def test_fork_after_the_first_allocation(tmp_path: Path) -> None:
+    """The child goes to the runtime, which refuses it."""
+    script = """
+library = _library.load()
+assert library.amem_default_region(b"all", 1) == 0
+status, pointer = allocate()
+assert status == 0
+child = os.fork()
+if child == 0:
+    assert allocate()[0] == 3 and torch.c10_free(pointer) == 3  # not initialised
+    os._exit(0)
+well(child)
+assert is_regions(pointer) and torch.c10_free(pointer) == 0 and not is_regions(pointer)
+"""
+    python(PROCESS + script, environment(tmp_path))
+
+
+def test_preloaded_in_the_place_of_torch_memory_saver(tmp_path: Path) -> None:
+    """The symbols are the process's, NCCL is left alone, and programs without CUDA are as they were."""
+    env = environment(tmp_path, LD_PRELOAD=str(LIB / "libamem_hook.so"), AMEM_COMPAT_TMS="1")
+    script = """
+library = _library.load()
+assert ctypes.CDLL(None).tms_pause(None) == 0 and library.amem_state() == 0
+assert library.amem_default_region(b"all", 1) == 0
+status, pointer = allocate()
+assert ctypes.CDLL(None).tms_pause(None) == 0 and library.amem_tag_state(b"all") == 3
+assert ctypes.CDLL(None).tms_resume(b"all") == 0 and is_regions(pointer)
+"""
+    python(PROCESS + script, env)
+    assert run(["ls", str(SIM)], env) == run(["ls", str(SIM)], environment(tmp_path))
+    maps = run(["cat", "/proc/self/maps"], env)
+    assert "libamem_hook.so" in maps and "libamem_nccl.so" not in maps
+    wished = {**env, "AMEM_ENABLE": "1"}
+    python(PROCESS + "assert _library.load().amem_state() == 1", wished)

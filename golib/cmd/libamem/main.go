@@ -14,6 +14,7 @@ package main
 
 static inline void amem_set_guard(int *guard, int value) { __atomic_store_n(guard, value, __ATOMIC_SEQ_CST); }
 static inline void amem_add(int *count, int more) { __atomic_add_fetch(count, more, __ATOMIC_SEQ_CST); }
+static inline size_t amem_margin(const size_t *margin) { return __atomic_load_n(margin, __ATOMIC_SEQ_CST); }
 static inline int amem_launches(const int *launches) { return __atomic_load_n(launches, __ATOMIC_SEQ_CST); }
 */
 import "C"
@@ -57,7 +58,7 @@ func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 		return C.AMEM_ERROR_NO_DRIVER
 	}
 	timeout := time.Duration(float64(config.timeout_seconds) * float64(time.Second))
-	guard, launches, paused := host.guard, host.launches, host.paused_regions
+	guard, launches, paused, margin := host.guard, host.launches, host.paused_regions, host.margin
 	folder := "/var/tmp" // /tmp may be host memory
 	if config.disk_directory != nil {
 		folder = C.GoString(config.disk_directory)
@@ -69,6 +70,7 @@ func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 		SetGuard: func(g session.Guard) { C.amem_set_guard(guard, C.int(g)) },
 		Launches: func() int { return int(C.amem_launches(launches)) },
 		Paused:   func(more int) { C.amem_add(paused, C.int(more)) },
+		Margin:   func() uint64 { return uint64(C.amem_margin(margin)) },
 		Prealloc: config.host_prealloc != 0,
 		Folder:   folder,
 	})
@@ -342,6 +344,13 @@ func amemDeallocate(region C.int, ptr C.CUdeviceptr, text *C.char) (status C.int
 	return controlError(current.Free(int(region), cuda.Ptr(ptr)), text)
 }
 
+//export amemFreeMemory
+func amemFreeMemory(ptr C.CUdeviceptr, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	known, err := current.FreeMemory(cuda.Ptr(ptr))
+	return shared(known, err, text)
+}
+
 //export amemMemoryState
 func amemMemoryState(ptr C.CUdeviceptr) C.int {
 	state, known := current.MemoryState(cuda.Ptr(ptr))
@@ -379,8 +388,8 @@ func amemRetainBackups(on C.int) { current.RetainBackups(on != 0) }
 // handle is a cudaIpcMemHandle_t.
 type handle = [session.HandleSize]byte
 
-// shared answers the status of a call about a handle, AMEM_PASS where it is not
-// amem's.
+// shared answers the status of a call about a handle, or memory, AMEM_PASS where
+// it is not amem's.
 func shared(known bool, err error, text *C.char) C.int {
 	if !known && err == nil {
 		return C.AMEM_PASS
@@ -439,6 +448,8 @@ func controlError(err error, text *C.char) C.int {
 		return C.AMEM_ERROR_HOST_MEMORY
 	case errors.As(err, &timeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded):
 		return C.AMEM_ERROR_TIMEOUT
+	case errors.Is(err, cuda.ErrOutOfMemory): // of an allocation
+		return C.AMEM_ERROR_OUT_OF_MEMORY
 	case errors.As(err, &call):
 		return C.AMEM_ERROR_CUDA
 	case errors.Is(err, peer.ErrGone), errors.Is(err, peer.ErrBroken):

@@ -44,6 +44,7 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->region = (void *)amemRegion;
     core->allocate = amemAllocate;
     core->deallocate = amemDeallocate;
+    core->free_memory = amemFreeMemory;
     core->memory_state = amemMemoryState;
     core->read_backup = amemReadBackup;
     core->find_backup = (void *)amemFindBackup;

@@ -1,7 +1,7 @@
 /*
  * A stand-in for libcudart.so: the two functions by which a library that links
  * the CUDA runtime dynamically finds the driver's functions, and those that
- * PyTorch shares and copies memory with.
+ * PyTorch allocates, shares and copies memory with.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -43,12 +43,16 @@ int cudaGetDriverEntryPoint(const char *symbol, void **function, unsigned long l
 }
 
 /* cudaError_t, which these answer. */
-enum { SUCCESS = 0, INVALID_VALUE = 1 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, MEMORY_ALLOCATION = 2 };
 
 typedef struct {
     char bytes[64];
 } ipc_handle;
 
+API int cudaGetDevice(int *device);
+API int cudaMalloc(void **ptr, size_t size);
+API int cudaFree(void *ptr);
+API int cudaGetLastError(void);
 API int cudaIpcGetMemHandle(ipc_handle *handle, void *ptr);
 API int cudaIpcOpenMemHandle(void **ptr, ipc_handle handle, unsigned flags);
 API int cudaIpcCloseMemHandle(void *ptr);
@@ -63,6 +67,47 @@ static void *driver_function(const char *name) {
     void *function = NULL;
     int status = 0;
     return cudaGetDriverEntryPoint(name, &function, 0, &status) ? NULL : function;
+}
+
+static __thread int last_error;
+
+static CUresult call(const char *name, uintptr_t a, uintptr_t b) {
+    CUresult (*function)(uintptr_t, uintptr_t);
+    void *found = driver_function(name);
+    memcpy(&function, &found, sizeof function);
+    return function(a, b);
+}
+
+int cudaGetDevice(int *device) {
+    *device = 0;
+    call("cuCtxGetDevice", (uintptr_t)device, 0);
+    return SUCCESS;
+}
+
+/* As the real one, it makes the device's primary context the thread's where that has none. */
+static void use_device(void) {
+    int device;
+    void *context;
+    if (!call("cuCtxGetDevice", (uintptr_t)&device, 0)) return;
+    call("cuInit", 0, 0);
+    if (!call("cuDevicePrimaryCtxRetain", (uintptr_t)&context, 0)) call("cuCtxSetCurrent", (uintptr_t)context, 0);
+}
+
+/* The numbers of these errors are the driver's. */
+int cudaMalloc(void **ptr, size_t size) {
+    use_device();
+    return last_error = (int)call("cuMemAlloc", (uintptr_t)ptr, size);
+}
+
+int cudaFree(void *ptr) {
+    use_device();
+    return last_error = ptr ? (int)call("cuMemFree", (uintptr_t)ptr, 0) : SUCCESS;
+}
+
+int cudaGetLastError(void) {
+    int error = last_error;
+    last_error = SUCCESS;
+    return error;
 }
 
 /* As the real one, it refuses memory that is not cudaMalloc's. */
