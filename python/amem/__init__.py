@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         stats,
     )
     from ._backup import cpu_backup, set_disk_directory
-    from ._regions import Region, cuda_graph, current_region, disable, region
+    from ._regions import Region, cuda_graph, current_region, default_region, disable, region
     from .errors import (
         AmemError,
         CoreError,
@@ -84,6 +84,7 @@ __all__ = [
     "cpu_backup",
     "cuda_graph",
     "current_region",
+    "default_region",
     "disable",
     "enable",
     "free_host_memory",
@@ -108,7 +109,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(".compat", __name__)
     if name.endswith("Error"):
         from . import errors as module
-    elif name in ("Region", "cuda_graph", "current_region", "disable", "region"):
+    elif name in ("Region", "cuda_graph", "current_region", "default_region", "disable", "region"):
         from . import _regions as module  # type: ignore[no-redef]
     elif name in ("cpu_backup", "set_disk_directory"):
         from . import _backup as module  # type: ignore[no-redef]

@@ -14,6 +14,9 @@ What torch's pools can't do decides the rest:
   or a graph is captured. So none ever is: close() does what is needed of it.
 - While a pool is in use, torch gives no cached memory back when it runs out.
   So nothing is left in use that need not be.
+
+The default region needs no pool: the memory that torch asks CUDA for is of it, on
+all threads. There, what must be ordinary memory has pools of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ from typing import Any, Literal
 from . import _library
 from .errors import InternalError, InvalidArgumentError, InvalidStateError, TorchError
 
-__all__ = ["Backup", "Region", "cuda_graph", "current_region", "disable", "region"]
+__all__ = ["Backup", "Region", "cuda_graph", "current_region", "default_region", "disable", "region"]
 
 Backup = Literal["cpu", "none", "disk"]
 BACKUPS = {"none": 0, "cpu": 1, "disk": 2}  # amem_backup_t
+PAUSED = 3  # of amem_state_t
 
 # If so much has become unused while a region was entered, its pools are closed
 # when it is left, since torch would keep that for the region. Otherwise the next
@@ -93,9 +97,68 @@ def region(tag: str, backup: Backup = "cpu") -> Region:
     return Region(tag, backup)
 
 
+def default_region(tag: str | None, backup: Backup = "cpu") -> None:
+    """From now on torch's memory is this region's wherever no other region is entered.
+
+        amem.default_region("trainer")
+        ...
+        amem.pause("trainer")
+        with amem.disable():
+            ...                     # ordinary memory
+        amem.resume("trainer")
+
+    It covers all threads and devices, autograd's and CUDA graphs included.
+    torch's own cache stays in use, and is given back when memory runs out. Call
+    it before CUDA's first use: what torch has by then stays ordinary, and parts
+    of it that are unused may be given out later.
+
+    Between a pause of the tag and its resume, enclose what allocates in
+    disable(), or in another region: outside, torch may take it from paused
+    memory of which a part is in use.
+
+    Args:
+        tag: as of region(). None: ordinary memory again; what was allocated
+            before keeps its tag.
+        backup: as of region().
+
+    Raises:
+        InvalidArgumentError: of the tag or the backup.
+        InvalidStateError: the thread is in a region, or in disable().
+        TorchError: torch is missing or can't do it.
+        CoreError: the library is missing or of another release.
+    """
+    set_default(None if tag is None else region(tag, backup))
+
+
+def set_default(wanted: Region | None, keeps_cache: bool = False) -> None:
+    """default_region(). keeps_cache: a pause leaves torch what it has cached."""
+    global _default, _keeps_cache
+    if _thread.frames:
+        raise InvalidStateError("the default region can't be changed inside of a region or of disable()")
+    torch = _import_torch()
+    if wanted is not None and _expandable_segments():
+        raise TorchError(
+            "the default region can't be used with expandable_segments:True, with which torch does not allocate by "
+            "cudaMalloc: take it out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+        )
+    library = _library.load()
+    tag, backup = (None, 0) if wanted is None else (wanted.tag.encode(), BACKUPS[wanted.backup])
+    _library.check(library, "amem_default_region", library.amem_default_region(tag, backup))
+    _default, _keeps_cache = wanted, keeps_cache
+    if wanted is not None:
+        _cached_tags.add(wanted.tag)
+    if torch.cuda.is_initialized():
+        torch.cuda.memory.empty_cache()  # what is allocated from now on shall not come from there
+        if wanted is not None:
+            _allocate_workspaces(_torch())
+
+
 @contextlib.contextmanager
 def disable() -> Iterator[None]:
-    """Inside a region: torch allocates ordinary memory again, until this ends."""
+    """Inside a region: torch allocates ordinary memory again, until this ends.
+
+    With a default region it does so anywhere, and backward() is covered as by region().
+    """
     owner = object()
     _push(owner, None)
     try:
@@ -107,13 +170,13 @@ def disable() -> Iterator[None]:
 @contextlib.contextmanager
 def disable_and_give_back() -> Iterator[None]:
     """disable(), with pools of its own: what is freed inside goes back to the device when this ends."""
-    owner, pools = object(), _Pools(_torch(), None)
+    torch = _torch()
+    owner, pools = object(), _Pools(torch, _ordinary_memory(torch))
     _push(owner, None, pools)
     try:
         yield
     finally:
         _pop(owner)
-        _close([pools])
 
 
 def current_region() -> Region | None:
@@ -122,7 +185,7 @@ def current_region() -> Region | None:
     There, enter `current_region() or contextlib.nullcontext()`, called here.
     """
     frames = _thread.frames
-    return frames[-1].region if frames else None
+    return frames[-1].region if frames else _default
 
 
 @contextlib.contextmanager
@@ -154,28 +217,33 @@ def cuda_graph(
     used = torch.cuda.graph.default_capture_stream if stream is None else stream
     device = torch.cuda.current_device() if used is None else used.device_index
     own = memory.graph_pool(torch, pool, device)
-    # What torch allocates for the graph before it captures is not a region's.
-    with disable():
-        try:
-            with torch.cuda.graph(graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode):
-                yield
-        finally:
-            if pool is None:
-                # Only the graph keeps its memory now, as torch has it.
-                torch._C._cuda_releasePool(device, own.id)
+    owner = object()
+    _push(owner, _default)  # out of all pools: what torch allocates before it captures is no entered region's
+    try:
+        with torch.cuda.graph(graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode):
+            yield
+    finally:
+        _pop(owner)
+        if pool is None:
+            # Only the graph keeps its memory now, as torch has it.
+            torch._C._cuda_releasePool(device, own.id)
 
 
 def tags() -> list[str]:
-    """The tags of the regions that were entered, and of graphs."""
+    """The tags of the regions that were entered, of graphs, and of the default region once it has memory."""
     with _lock:
-        return list(dict.fromkeys(tag for tag, _ in _memories))
+        known = dict.fromkeys(tag for tag, _ in _memories)
+    for tag in _cached_tags:
+        if _library.load().amem_tag_state(tag.encode()):
+            known[tag] = None
+    return list(known)
 
 
 def replace(wanted: Region | None) -> None:
     """Puts this thread into another region, or out of any, until the innermost `with` of one ends."""
     frames = _thread.frames
     if not frames:
-        if wanted is not None:
+        if wanted != _default:
             _push(None, wanted)
         return
     frame = frames[-1]
@@ -188,8 +256,7 @@ def replace(wanted: Region | None) -> None:
         _give(new)
         raise
     frame.region, frame.pools = wanted, new
-    if wanted is not None and frame.autograd is None:
-        frame.autograd = _single_threaded_autograd()
+    frame.keep_to_thread()
     _give(old)
 
 
@@ -216,18 +283,34 @@ def trim(paused: tuple[str, ...]) -> None:
                 if frame.pools is not None and frame.pools.outdated:
                     closing.append(frame.pools)
                     frame.pools = _take(frame.region)
+            _empty_own_cache(paused)
         finally:
             _switch(None, frames[-1].pools)
+    else:
+        _empty_own_cache(paused)
     _close(closing)
 
 
-class _Memory:
-    """The memory of a tag and a backup, and the pools there are of it."""
+def _empty_own_cache(paused: tuple[str, ...]) -> None:
+    """trim() of the default region. This thread uses no pools now; while another does, torch keeps its cache."""
+    if _keeps_cache or not _cached_tags or (paused and _cached_tags.isdisjoint(paused)):
+        return
+    torch = _import_torch()
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.memory.empty_cache()
 
-    def __init__(self, torch: Any, wanted: Region) -> None:
+
+class _Memory:
+    """The memory of a tag and a backup, or ordinary memory, and the pools there are of it."""
+
+    def __init__(self, torch: Any, wanted: Region | None) -> None:
         library = _library.load()
         functions = _library.RegionFunctions()
-        status = library.amem_region(wanted.tag.encode(), BACKUPS[wanted.backup], ctypes.byref(functions))
+        if wanted is None:
+            status = library.amem_ordinary_memory(ctypes.byref(functions))
+        else:
+            status = library.amem_region(wanted.tag.encode(), BACKUPS[wanted.backup], ctypes.byref(functions))
         _library.check(library, "amem_region", status)
         self.allocator = torch._C._cuda_customAllocator(functions.allocate, functions.deallocate)
         _keep(self.allocator)  # torch up to 2.9 has a mere pointer to it
@@ -254,7 +337,7 @@ class _Pools:
     """A pool on each device, for one `with` at a time."""
 
     def __init__(self, torch: Any, memory: _Memory | None) -> None:
-        """memory: None for ordinary memory."""
+        """memory: None for what torch gets of CUDA, which is ordinary without a default region."""
         allocator = None if memory is None else memory.allocator
         self.memory = memory
         self.pools = [_new_pool(torch, allocator, device) for device in range(torch.cuda.device_count())]
@@ -288,6 +371,14 @@ class _Frame:
     pools: _Pools | None
     autograd: Any = None  # its __exit__() makes the thread's autograd what it was
 
+    def keep_to_thread(self) -> None:
+        """With pools, backward() runs on the thread that calls it: autograd's own threads would not use them."""
+        if self.pools is not None and self.autograd is None:
+            self.autograd = _torch().autograd.set_multithreading_enabled(False)
+        elif self.pools is None and self.autograd is not None:
+            self.autograd.__exit__(None, None, None)
+            self.autograd = None
+
 
 class _Thread(threading.local):
     def __init__(self) -> None:
@@ -299,8 +390,12 @@ _thread = _Thread()
 # of torch that may wait.
 _lock = threading.Lock()
 _memories: dict[tuple[str, Backup], _Memory] = {}
-_ordinary: _Pools | None = None
-_ordinary_lock = threading.Lock()
+_ordinary: _Memory | None = None  # made when there is a default region
+_default: Region | None = None
+_cached_tags: set[str] = set()  # of what torch's own cache may hold
+_keeps_cache = False
+_empty: _Pools | None = None
+_empty_lock = threading.Lock()
 _checked: Any = None
 _lt_workspace: _LtWorkspace | None = None
 _forked = False
@@ -308,8 +403,8 @@ _forked = False
 
 def _forget() -> None:
     """In a child of fork(), which has no CUDA: there is nothing to trim, and no lock that another thread holds."""
-    global _lock, _ordinary_lock, _forked
-    _lock, _ordinary_lock, _forked = threading.Lock(), threading.Lock(), True
+    global _lock, _empty_lock, _forked
+    _lock, _empty_lock, _forked = threading.Lock(), threading.Lock(), True
     _memories.clear()
     _thread.frames.clear()
 
@@ -318,11 +413,11 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _push(owner: object, wanted: Region | None, pools: _Pools | None = None) -> None:
-    """pools: those to use where wanted is None."""
+    """pools: those to use; None: some of the region."""
     frames = _thread.frames
-    if wanted is not None:
-        if not frames:
-            _allocate_workspaces(_torch())
+    if not frames and wanted != _default:
+        _prepare(wanted)
+    if pools is None:
         pools = _take(wanted)
     try:
         _switch(frames[-1].pools if frames else None, pools)
@@ -331,18 +426,38 @@ def _push(owner: object, wanted: Region | None, pools: _Pools | None = None) -> 
         raise
     frame = _Frame(owner, wanted, pools)
     frames.append(frame)
+    frame.keep_to_thread()
+
+
+def _prepare(wanted: Region | None) -> None:
+    """Before a thread enters a region, or with a default region disable()."""
     if wanted is not None:
-        frame.autograd = _single_threaded_autograd()
+        _allocate_workspaces(_torch())
+    elif _default is not None and _library.load().amem_tag_state(_default.tag.encode()) != PAUSED:
+        # While it is paused, workspaces that there are not yet are allocated inside. Nor are they needed at any price.
+        with contextlib.suppress(RuntimeError):
+            _allocate_workspaces(_torch())
 
 
 def _allocate_workspaces(torch: Any) -> None:
     """Makes torch allocate the workspaces of cuBLAS and cuBLASLt for the current stream now.
 
     It does so at a stream's first product, and uses them for all later ones:
-    they must not be a region's, or products would use paused memory.
+    they must not be a region's, or products would use paused memory. The thread
+    is in no region.
     """
     if not torch._C._cuda_hasPrimaryContext(torch._C._cuda_getDevice()):
         return  # that would start CUDA on this device
+    pools = _take(None)
+    _switch(None, pools)
+    try:
+        _call_for_workspaces(torch)
+    finally:
+        _switch(pools, None)
+        _give(pools)
+
+
+def _call_for_workspaces(torch: Any) -> None:
     torch.cuda.current_blas_handle()
     if _lt_workspace is not None:
         # What C++ throws would end the process here. So running out of memory shows in the line before, in
@@ -362,14 +477,6 @@ class _LtWorkspace:
         self.allocate = library._ZN2at4cuda22getCUDABlasLtWorkspaceEv
         self.size = library._ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv
         self.allocate.restype, self.size.restype = ctypes.c_void_p, ctypes.c_size_t
-
-
-def _single_threaded_autograd() -> Any:
-    """Makes backward() run on the thread that calls it, until the __exit__() of what this returns.
-
-    autograd's own threads would allocate outside of the region.
-    """
-    return _torch().autograd.set_multithreading_enabled(False)
 
 
 def _pop(owner: object) -> None:
@@ -403,11 +510,13 @@ def _switch(old: _Pools | None, new: _Pools | None) -> None:
 
 
 def _take(wanted: Region | None) -> _Pools | None:
-    """Pools for a `with` of this thread; _give() is its counterpart."""
-    if wanted is None:
+    """Pools for a `with` of this thread, None for torch's own cache; _give() is its counterpart."""
+    if wanted == _default:
         return None
     torch = _torch()
-    memory = _memory(torch, wanted)
+    memory = _ordinary_memory(torch) if wanted is None else _memory(torch, wanted)
+    if memory is None:
+        return None
     with _lock:
         pools = memory.idle.pop() if memory.idle else None
         if pools is not None:
@@ -421,15 +530,17 @@ def _take(wanted: Region | None) -> _Pools | None:
 
 
 def _give(pools: _Pools | None) -> None:
-    if pools is None or pools.memory is None:
+    if pools is None:
         return
     wasteful = _unused_bytes(_torch()) - pools.unused_before > UNUSED_BYTES
+    memory = pools.memory
     with _lock:
-        pools.memory.taken.discard(pools)
-        done = pools.outdated or wasteful
-        if not done:
-            pools.memory.idle.append(pools)
-    if done:
+        kept = memory is not None and pools in memory.taken and not wasteful
+        if memory is not None:
+            memory.taken.discard(pools)
+            if kept:
+                memory.idle.append(pools)
+    if not kept:
         _close([pools])
 
 
@@ -445,24 +556,35 @@ def _unused_bytes(torch: Any) -> int:
 
 def _close(closing: list[_Pools]) -> None:
     """Closes pools that are not in use, and gives their unused memory back."""
-    global _ordinary
+    global _empty
     if not closing:
         return
     torch = _torch()
     for pools in closing:
         pools.close()
-    with _ordinary_lock:
-        if _ordinary is None:
-            _ordinary = _Pools(torch, None)
+    with _empty_lock:
+        if _empty is None:
+            _empty = _Pools(torch, None)
         # While any pool is in use, torch (to 2.11) empties the closed ones
-        # only, and keeps the cache of ordinary memory.
-        _ordinary.start()
+        # only, and keeps its own cache.
+        _empty.start()
         try:
             # Where torch can't do it now, the memory is paused with the rest.
             with contextlib.suppress(RuntimeError):
                 torch.cuda.memory.empty_cache()
         finally:
-            _ordinary.stop()
+            _empty.stop()
+
+
+def _ordinary_memory(torch: Any) -> _Memory | None:
+    """None where torch's own cache is of ordinary memory."""
+    global _ordinary
+    if _default is None:
+        return None
+    with _lock:
+        if _ordinary is None:
+            _ordinary = _Memory(torch, None)
+    return _ordinary
 
 
 def _memory(torch: Any, wanted: Region) -> _Memory:
@@ -517,11 +639,7 @@ def _torch() -> Any:
     """torch, with CUDA started as far as regions need it."""
     global _checked, _lt_workspace
     if _checked is None:
-        try:
-            import torch
-        except ImportError as error:
-            raise TorchError(f"a region needs PyTorch, which can't be imported ({error}): pip install torch") from error
-        _check(torch)
+        torch = _import_torch()
         try:
             torch.cuda.init()
         except (AssertionError, RuntimeError) as error:
@@ -532,6 +650,16 @@ def _torch() -> Any:
             _lt_workspace = _LtWorkspace(torch)
         _checked = torch
     return _checked
+
+
+def _import_torch() -> Any:
+    """torch, if regions can be had of it. CUDA is not started."""
+    try:
+        import torch
+    except ImportError as error:
+        raise TorchError(f"a region needs PyTorch, which can't be imported ({error}): pip install torch") from error
+    _check(torch)
+    return torch
 
 
 def _release(torch: Any) -> tuple[int, ...]:
@@ -549,7 +677,7 @@ def _separate_graphs(torch: Any) -> None:
     begin, end = graph_class.capture_begin, graph_class.capture_end
 
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-        _push(graph, None)
+        _push(graph, _default)
         try:
             begin(graph, *args, **kwargs)
         except BaseException:
@@ -578,9 +706,13 @@ def _check(torch: Any) -> None:
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise TorchError(f"torch allocates with {backend}: regions need backend:native in PYTORCH_CUDA_ALLOC_CONF")
-    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    if _release(torch) < (2, 10) and "expandable_segments:true" in conf.replace(" ", "").lower():
+    if _release(torch) < (2, 10) and _expandable_segments():
         raise TorchError(
             f"{here}, whose pools can't be used with expandable_segments:True: "
             "take it out of PYTORCH_CUDA_ALLOC_CONF, or pip install 'torch>=2.10'"
         )
+
+
+def _expandable_segments() -> bool:
+    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return "expandable_segments:true" in conf.replace(" ", "").lower()

@@ -42,7 +42,7 @@ class _Config(threading.local):
 
     def __init__(self) -> None:
         self.tag = DEFAULT_TAG
-        self.interesting = False
+        self.interesting = _flag("TMS_INIT_ENABLE")
         self.cpu_backup = _flag("TMS_INIT_ENABLE_CPU_BACKUP")
         self.disk_backup = _flag("TMS_INIT_ENABLE_DISK_BACKUP")
         self.backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned"
@@ -117,7 +117,7 @@ class TorchMemorySaver:
     def disable(self) -> Iterator[None]:
         """amem.disable(), of which what is freed inside goes back to the device when it ends.
 
-        Outside of a region it does nothing.
+        Outside of a region, if there is no default region, it does nothing.
         """
         with self._ensure_initialized().disable():
             yield
@@ -235,9 +235,7 @@ class _Impl:
         parts = {"tag": tag, "interesting": True, "cpu_backup": enable_cpu_backup, "disk_backup": enable_disk_backup}
         if cpu_backup_backend is not None:
             parts["backend"] = cpu_backup_backend
-        with _config.changed(**parts):
-            wanted = _config.region()
-        with wanted, _config.changed(**parts):  # entering may start CUDA, for which TMS_INIT_ENABLE waits
+        with _config.changed(**parts), _config.region():
             yield
 
     def _with_region_config(
@@ -327,7 +325,6 @@ class _Functions:
 
     def __init__(self) -> None:
         self._retain = _flag("TMS_RETAIN_CPU_BACKUP")
-        self._warned = False
 
     def __getattr__(self, name: str) -> Any:
         """The original's library is linked with the CUDA runtime, whose functions are found through it."""
@@ -399,13 +396,7 @@ class _Functions:
         return self._retain
 
     def set_memory_margin_bytes(self, value: int) -> None:
-        if value > 0 and not self._warned:
-            self._warned = True
-            import logging
-
-            logging.getLogger("amem").warning(
-                "torch_memory_saver.memory_margin_bytes has no effect with amem: regions may take all free memory"
-            )
+        _library.load().amem_set_memory_margin(value)
 
 
 _functions = _Functions()
@@ -435,7 +426,7 @@ torch_memory_saver = TorchMemorySaver()
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """What callers put into LD_PRELOAD: amem's library, which may be preloaded and need not be."""
+    """What callers put into LD_PRELOAD: amem's library, which need not be preloaded."""
     path = Path(_library.folder()) / _library.HOOK
     if not path.exists():
         raise CoreError(f"{path} does not exist: install amem from a wheel of this platform")
@@ -457,8 +448,16 @@ def change_env(key: str, value: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Processes that are started inside get amem in the place of torch_memory_saver too."""
-    with change_env("AMEM_COMPAT_TMS", "1"):
+    """Processes that are started inside get amem in the place of torch_memory_saver too.
+
+    Preloaded, amem's library has torch_memory_saver's functions for those who look them up in the process.
+    """
+    import importlib
+
+    module = importlib.import_module("torch_memory_saver.hooks.mode_preload")  # where callers replace the function
+    path = str(module.get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+    others = os.environ.get("LD_PRELOAD")
+    with change_env("AMEM_COMPAT_TMS", "1"), change_env("LD_PRELOAD", f"{path}:{others}" if others else path):
         yield
 
 
@@ -547,39 +546,6 @@ def fill(module: ModuleType) -> None:
             if other not in (name, f"{name}.testing_utils"):
                 importlib.import_module(other)
         if _flag("TMS_INIT_ENABLE"):
-            _enter_for_the_process()
-
-
-def _enter_for_the_process() -> None:
-    """TMS_INIT_ENABLE: the thread that starts torch's CUDA is in a region from then on."""
-    import torch
-
-    start: Any = torch.cuda._lazy_init
-    empty: Any = torch.cuda.empty_cache
-    entered = False
-
-    def start_and_enter() -> None:
-        nonlocal entered
-        start()
-        if entered or not torch.cuda.is_initialized():
-            return
-        entered = True  # entering comes by here too
-        try:
+            # As with the original, what torch has cached is paused with the rest, and there again after a resume.
+            _regions.set_default(_config.region(), keeps_cache=True)
             torch_memory_saver._ensure_initialized()
-            _config.interesting = True
-            _config.apply()
-        except BaseException:
-            entered = False
-            raise
-
-    def empty_cache() -> None:
-        # Inside of a region torch would do nothing.
-        _regions.trim(())
-        with _regions.disable():
-            empty()
-
-    _config.interesting = True
-    torch.cuda._lazy_init = start_and_enter
-    torch.cuda.empty_cache = empty_cache
-    if torch.cuda.is_initialized():
-        start_and_enter()

@@ -112,6 +112,44 @@ int amem_region(const char *tag, int backup, functions *to) {
     return answer(0);
 }
 
+/* cudaMalloc and cudaFree, as the hook has them. */
+static struct { char tag[80]; int backup, set; } wanted;
+
+int amem_default_region(const char *tag, int backup) {
+    if (tag && !strcmp(tag, "nccl")) return answer(6);
+    wanted.set = tag != NULL;
+    if (tag) strcpy(wanted.tag, tag);
+    wanted.backup = backup;
+    return answer(0);
+}
+
+void *fake_malloc(ssize_t size, int device) {
+    functions to;
+    if (!wanted.set || amem_region(wanted.tag, wanted.backup, &to)) return NULL;
+    return to.allocate(size, device, NULL);
+}
+
+int fake_free(void *at) {
+    for (int i = 0; i < BLOCKS; i++)
+        if (blocks[i].at == at) {
+            deallocate(blocks[i].region, at);
+            return 1;
+        }
+    return 0;
+}
+
+static void *allocate_ordinary(ssize_t size, int device, void *stream) { return calloc(1, size); }
+static void deallocate_ordinary(void *at, ssize_t size, int device, void *stream) { free(at); }
+
+int amem_ordinary_memory(functions *to) {
+    *to = (functions){allocate_ordinary, deallocate_ordinary};
+    return answer(0);
+}
+
+static size_t margin;
+void amem_set_memory_margin(size_t bytes) { margin = bytes; }
+size_t fake_margin(void) { return margin; }
+
 static struct block *find(const void *at) {
     for (int i = 0; i < BLOCKS; i++)
         if (blocks[i].at && (char *)at >= blocks[i].at && (char *)at < blocks[i].at + blocks[i].size) return &blocks[i];

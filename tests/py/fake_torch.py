@@ -44,11 +44,27 @@ class Allocator:
         self.allocate, self.deallocate = _ALLOCATE(allocate), _DEALLOCATE(deallocate)
 
 
+def library() -> Any:
+    """The fake libamem_hook.so, whose cudaMalloc torch calls, or None."""
+    try:
+        found = ctypes.CDLL("libamem_hook.so", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    found.fake_malloc.restype = ctypes.c_void_p
+    found.fake_malloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int)
+    return found
+
+
 class Segment:
     def __init__(self, pool: PrivatePool, size: int) -> None:
         self.pool, self.size, self.used = pool, size, True
         self.own: Any = None
-        if pool.allocator is None:
+        self.default = False  # of the default region
+        hook = library()
+        at = hook.fake_malloc(size, pool.device) if hook and pool.allocator is None else None
+        if at:
+            self.at, self.default = at, True
+        elif pool.allocator is None:
             self.own = ctypes.create_string_buffer(size)
             self.at = ctypes.addressof(self.own)
         else:
@@ -57,7 +73,9 @@ class Segment:
                 raise OutOfMemoryError("CUDA out of memory.")
 
     def release(self) -> None:
-        if self.pool.allocator is not None:
+        if self.default:
+            assert library().fake_free(ctypes.c_void_p(self.at))
+        elif self.pool.allocator is not None:
             self.pool.allocator.deallocate(self.at, self.size, self.pool.device, None)
         self.pool.segments.remove(self)
 

@@ -521,11 +521,16 @@ show(seen)
     assert result(script, folder) == ["torch", False, True, "refused", "no getter"]
 
 
-def test_a_margin_without_effect_is_said_once(folder: Path) -> None:
-    script = "for margin in (0, 1 << 30, 1 << 20): saver.memory_margin_bytes = margin"
-    done = fake_library.run(INSTALL + fake_torch.PRELUDE + HELPERS + script, folder)
-    assert done.returncode == 0
-    assert done.stderr.count("memory_margin_bytes has no effect") == 1
+def test_the_margin_is_set(folder: Path) -> None:
+    script = """
+saver.memory_margin_bytes = 5 << 30
+library = ctypes.CDLL("libamem_hook.so")
+library.fake_margin.restype = ctypes.c_size_t
+seen = [library.fake_margin()]
+cdll().set_memory_margin_bytes(7)
+show([*seen, library.fake_margin()])
+"""
+    assert result(script, folder) == [5 << 30, 7]
 
 
 @pytest.mark.parametrize("by", ["call", "variable"])
@@ -550,11 +555,30 @@ child = [sys.executable, "-S", "-c",
          "import amem._autoenable, torch_memory_saver as t; print(type(t.torch_memory_saver).__module__)"]
 def run():
     return subprocess.run(child, capture_output=True, text=True).stdout.strip()
-with configure_subprocess():
-    inside = run()
-show([inside, run(), os.environ.get("AMEM_COMPAT_TMS")])
+preloads = []
+for before in (None, "/other.so"):
+    if before:
+        os.environ["LD_PRELOAD"] = before
+    with configure_subprocess():
+        inside = run() if before is None else ""
+        preloads.append(os.environ["LD_PRELOAD"])
+    preloads.append(os.environ.pop("LD_PRELOAD", None))
+    if before is None:
+        seen = [inside, run(), os.environ.get("AMEM_COMPAT_TMS")]
+show([seen, preloads])
 """
-    assert result(script, folder) == ["amem._tms", "", None]
+    hook = os.path.join(folder, "libamem_hook.so")
+    assert result(script, folder) == [["amem._tms", "", None], [hook, None, f"{hook}:/other.so", "/other.so"]]
+
+
+def test_configure_subprocess_preloads_what_a_caller_has_put_in_its_place(folder: Path) -> None:
+    script = """
+import torch_memory_saver.hooks.mode_preload as mode
+mode.get_binary_path_from_package = lambda stem: f"/fake/{stem}.so"
+with mode.configure_subprocess():
+    show(os.environ["LD_PRELOAD"])
+"""
+    assert result(script, folder) == "/fake/torch_memory_saver_hook_mode_preload.so"
 
 
 def test_utilities(folder: Path) -> None:
@@ -579,94 +603,118 @@ show([inside, os.environ["SET"], "UNSET" in os.environ, is_xpu(), get_device(), 
 INIT = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
 
 
-def test_init_enable_is_a_region_from_cudas_start(folder: Path) -> None:
+def test_init_enable_is_a_region_of_all_threads(folder: Path) -> None:
     script = """
-started = torch.cuda.is_initialized()
-kept = [torch.empty(1)]
-with saver.region("grads"):
-    kept.append(torch.empty(10))
-kept.append(torch.empty(1))
-with saver.disable():
-    kept.append(torch.empty(1000))
-cdll().tms_set_interesting_region(False)
-kept.append(torch.empty(1000))
-cdll().tms_set_interesting_region(True)
-kept.append(torch.empty(1))
 from fake_torch import backward
-backward(lambda: kept.append(torch.empty(1)))
-show([started, bytes_of("default", 1), bytes_of("grads", 0), cdll().tms_get_current_tag().decode()])
+kept, seen = [torch.empty(1)], []
+def work(size):
+    seen.append(cdll().tms_get_interesting_region())
+    kept.append(torch.empty(size))
+thread = threading.Thread(target=work, args=(10,))
+thread.start()
+thread.join()
+backward(lambda: work(100))
+with saver.region("grads"):
+    kept.append(torch.empty(1000))
+kept.append(torch.empty(10000))
+show([seen, bytes_of("default", 1), bytes_of("grads", 0), cdll().tms_get_current_tag().decode()])
 """
-    assert result(script, folder, **INIT) == [False, 4, 10, "default"]
+    assert result(script, folder, **INIT) == [[True, True], 10111, 1000, "default"]
 
 
-@pytest.mark.parametrize(
-    "first", ["with saver.region('weights'): pass", "saver._ensure_initialized()", "saver.pause()"]
-)
-def test_init_enable_whatever_comes_first(folder: Path, first: str) -> None:
-    script = (
-        first
-        + """
+def test_init_enable_and_what_is_ordinary(folder: Path) -> None:
+    """Of the thread that says so alone, and of its backward()."""
+    script = """
+from fake_torch import backward
+kept = [torch.empty(1)]
+def on_a_thread():
+    thread = threading.Thread(target=lambda: kept.append(torch.empty(10)))
+    thread.start()
+    thread.join()
+with saver.disable():
+    kept.append(torch.empty(5000))
+    backward(lambda: kept.append(torch.empty(5000)))
+    on_a_thread()
+seen = [bytes_of("default", 1)]
+cdll().tms_set_interesting_region(False)
+kept.append(torch.empty(5000))
+on_a_thread()
+with saver.region("grads"):
+    kept.append(torch.empty(3))
+kept.append(torch.empty(5000))
+cdll().tms_set_interesting_region(True)
+seen += [bytes_of("default", 1), bytes_of("grads", 0), torch._C._is_multithreading_enabled()]
+kept.append(torch.empty(100))
+backward(lambda: kept.append(torch.empty(100)))
+show([*seen, bytes_of("default", 1)])
+"""
+    assert result(script, folder, **INIT) == [11, 21, 3, True, 221]
+
+
+def test_init_enable_starts_no_cuda(folder: Path) -> None:
+    script = """
+before = torch.cuda.is_initialized()
 state = cdll().tms_get_interesting_region()
+saver.pause()
+seen = [before, state, torch.cuda.is_initialized(), states("default")]
+child = os.fork()
 kept = torch.empty(1)
-show([state, bytes_of("default", 1)])
+if child == 0:
+    os._exit(bytes_of("default", 1) != 1)
+show([seen, os.waitpid(child, 0)[1], bytes_of("default", 1)])
 """
-    )
-    assert result(script, folder, **INIT) == [True, 1]
+    assert result(script, folder, **INIT) == [[False, True, False, ["OFF"]], 0, 1]
 
 
 def test_init_enable_where_cuda_has_started(folder: Path) -> None:
     script = (
-        "import torch\nordinary = torch.empty(10)\n"
+        "import torch\nordinary, cached = torch.empty(10), torch.empty(20)\ndel cached\n"
         + HELPERS
         + """
-kept = torch.empty(1)
+kept = torch.empty(20)
+with saver.disable():
+    torch.cuda.current_blas_handle()
 show([bytes_of("default", 1)])
 """
     )
-    assert fake_library.result(INSTALL + fake_torch.PRELUDE + script, folder, **INIT) == [1]
-
-
-def test_init_enable_leaves_empty_cache_its_effect(folder: Path) -> None:
-    script = """
-kept = torch.empty(10)
-with amem.disable():
-    torch.empty(20)
-torch.empty(30)
-before = [bytes_of("default", 1), [s.size for s in fake_torch.devices[0].default.segments]]
-torch.cuda.empty_cache()
-after = [bytes_of("default", 1), [s.size for s in fake_torch.devices[0].default.segments]]
-more = torch.empty(100)
-show([before, after, bytes_of("default", 1)])
-"""
-    assert result(script, folder, **INIT) == [[40, [20]], [10, []], 110]
-
-
-def test_init_enable_survives_a_failure_to_enter(folder: Path) -> None:
-    script = """
-real, saver._ensure_initialized = saver._ensure_initialized, None
-try:
-    torch.empty(10)
-except TypeError:
-    saver._ensure_initialized = real
-torch.cuda.init()
-kept = torch.empty(1)
-show(bytes_of("default", 1))
-"""
-    assert result(script, folder, **INIT) == 1
+    assert fake_library.result(INSTALL + fake_torch.PRELUDE + script, folder, **INIT) == [20]
 
 
 def test_init_enable_pauses_all_of_it(folder: Path) -> None:
+    """What torch has cached too, and it is there again after a resume."""
     script = """
 kept = torch.empty(4).write(bytes(range(4)))
+torch.empty(1000)
 saver.pause()
-paused = [kept.read(), saver.get_cpu_backup(kept).read()]
+paused = [kept.read(), saver.get_cpu_backup(kept).read(), bytes_of("default", 1)]
+before = torch.cuda.memory_stats(0)["reserved_bytes.all.current"]
 with saver.disable():
-    buffer = torch.empty(4)
+    buffer = torch.empty(4).write(bytes(4))
+    torch.cuda.current_blas_handle()
+    ordinary = buffer.read()
+    del buffer
+after = torch.cuda.memory_stats(0)["reserved_bytes.all.current"]
 saver.resume()
-show([paused, kept.read(), states("default")])
+show([paused, ordinary, after - before, kept.read(), states("default"), bytes_of("default", 1)])
 """
     contents = [0, 1, 2, 3]
-    assert result(script, folder, **INIT) == [[[0xDD] * 4, contents], contents, ["ACTIVE"]]
+    # A workspace that is not there before is ordinary memory, and stays.
+    assert result(script, folder, **INIT) == [
+        [[0xDD] * 4, contents, 1004], [0] * 4, 8, contents, ["ACTIVE"], 1004
+    ]  # fmt: skip
+
+
+def test_init_enable_with_mmap_gives_host_memory_back(folder: Path) -> None:
+    script = """
+kept = torch.empty(1)
+saver.pause()
+saver.resume()
+library = ctypes.CDLL("libamem_hook.so")
+library.fake_freed.restype = ctypes.c_char_p
+show(library.fake_freed().decode())
+"""
+    assert result(script, folder, **INIT) == ""
+    assert result(script, folder, TMS_INIT_CPU_BACKUP_BACKEND="mmap", **INIT) == "[default]"
 
 
 @pytest.mark.parametrize("name", ["TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP", "TMS_RETAIN_CPU_BACKUP"])

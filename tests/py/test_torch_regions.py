@@ -579,6 +579,159 @@ with amem.cuda_graph(torch.cuda.CUDAGraph(), "graphs"):
     assert "amem.cuda_graph()" in result(script, folder)
 
 
+# The default region.
+
+
+def test_the_default_region_is_of_all_threads(folder: Path) -> None:
+    script = """
+amem.default_region("all")
+started = torch.cuda.is_initialized()
+kept = [torch.empty(1)]
+run(lambda: kept.append(torch.empty(10)))
+fake_torch.backward(lambda: kept.append(torch.empty(100)))
+torch.cuda.set_device(1)
+kept.append(torch.empty(7))
+torch.cuda.set_device(0)
+with amem.region("weights"):
+    kept.append(torch.empty(1000))
+    with amem.disable():
+        kept.append(torch.empty(5000))
+        with amem.region("all"):
+            kept.append(torch.empty(10000))
+        kept.append(torch.empty(5000))
+with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    kept.append(torch.empty(100000))
+with amem.cuda_graph(torch.cuda.CUDAGraph(), "graphs"):
+    kept.append(torch.empty(3))
+amem.default_region(None)
+kept.append(torch.empty(5000))
+here = amem.current_region()
+show([started, count("all")[2][:2], bytes_of("weights"), bytes_of("graphs"), here])
+"""
+    for release in RELEASES:
+        assert result(script, folder, FAKE_TORCH=release) == [False, [110111, 7], 1000, 3, None], release
+
+
+def test_disable_is_ordinary_memory_with_a_default_region(folder: Path) -> None:
+    script = """
+amem.default_region("all", backup="none")
+kept = [torch.empty(1)]
+def backward():
+    fake_torch.backward(lambda: kept.append(torch.empty(5000)))
+with amem.disable():
+    here = amem.current_region()
+    kept.append(torch.empty(5000))
+    backward()
+    run(lambda: kept.append(torch.empty(10)))
+pools = len(fake_torch.devices[0].pools)
+for _ in range(5):
+    with amem.disable():
+        torch.empty(5000)
+show([bytes_of("all", 0), here, amem.current_region().tag, torch._C._is_multithreading_enabled(),
+      len(fake_torch.devices[0].pools) - pools])
+"""
+    assert result(script, folder) == [11, None, "all", True, 0]
+
+
+def test_a_pause_of_the_default_region_empties_the_cache_first(folder: Path) -> None:
+    script = """
+amem.default_region("all")
+kept = torch.empty(4).write(bytes(range(4)))
+with amem.region("weights"):
+    weights = torch.empty(10)
+    torch.empty(50)
+    torch.empty(20)
+torch.empty(100)
+seen = [bytes_of("all")]
+amem.pause("weights")
+seen += [bytes_of("all"), bytes_of("weights")]
+with amem.region("other"):  # this thread's own pools are no hindrance
+    amem.pause("all")
+seen += [bytes_of("all"), kept.read()]
+with amem.disable():
+    ordinary = torch.empty(100).write(b"x").read()[0]
+amem.resume()
+seen += [ordinary, kept.read()]
+torch.empty(100)
+amem.default_region(None)
+torch.empty(100)
+amem.pause()
+show([*seen, bytes_of("all")])
+"""
+    contents = [0, 1, 2, 3]
+    assert result(script, folder) == [104, 104, 10, 4, [0xDD] * 4, ord("x"), contents, 4]
+
+
+def test_what_is_ordinary_or_the_regions_is_never_given_out_as_the_other(folder: Path) -> None:
+    script = """
+before = torch.empty(100)
+del before
+amem.default_region("all")
+kept = [torch.empty(100)]
+seen = [bytes_of("all")]
+del kept[0]
+amem.default_region(None)
+kept.append(torch.empty(100))
+show([*seen, bytes_of("all")])
+"""
+    assert result(script, folder) == [100, 0]
+
+
+def test_workspaces_are_ordinary_with_a_default_region(folder: Path) -> None:
+    """Where CUDA has started by then, or disable() is entered before the first product."""
+    script = """
+if STARTED:
+    torch.empty(100)
+amem.default_region("all")
+if not STARTED:
+    torch.empty(100)
+    with amem.disable():
+        pass
+torch.cuda.current_blas_handle()
+here = bytes_of("all")
+torch.cuda.set_device(1)
+torch.empty(3)
+with amem.region("weights"):
+    torch.cuda.current_blas_handle()
+show([here, count("all")[2][1], count("weights")[2]])
+"""
+    assert result(script.replace("STARTED", "True"), folder) == [0, 3, [0] * 4]
+    assert result(script.replace("STARTED", "False"), folder) == [100, 3, [0] * 4]
+
+
+def test_the_default_region_is_refused(folder: Path) -> None:
+    script = """
+def refused(*arguments):
+    try:
+        amem.default_region(*arguments)
+    except amem.AmemError as error:
+        return type(error).__name__
+seen = [refused("nccl"), refused("a,b"), refused("a", "ram")]
+with amem.region("weights"):
+    seen.append(refused("all"))
+os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+seen.append(refused("all"))
+kept = torch.empty(1)
+show([seen, refused(None), amem.current_region()])
+"""
+    wrong = ["InvalidArgumentError"] * 3
+    assert result(script, folder) == [[*wrong, "InvalidStateError", "TorchError"], None, None]
+
+
+def test_a_child_of_fork_has_the_default_region(folder: Path) -> None:
+    script = """
+amem.default_region("all")
+child = os.fork()
+if child == 0:
+    kept = torch.empty(1)
+    with amem.disable():
+        torch.empty(10)
+    os._exit(bytes_of("all") != 1)
+show(os.waitpid(child, 0)[1])
+"""
+    assert result(script, folder) == 0
+
+
 # Where torch can't do it.
 
 

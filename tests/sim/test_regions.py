@@ -295,7 +295,13 @@ def test_default_region_and_others() -> None:
         after = p.call("torch_allocate", size=6 * MIB, seed=5)
         assert p.call("memory_state", tensor=after) == OFF
         assert p.call("pause", tags=["a"])["bytes"] == 160 * MIB
-        assert [p.call("memory_state", tensor=t) for t in (before, a, b, pool, after)] == [OFF, PAUSED, ACTIVE, PAUSED, OFF]
+        assert [p.call("memory_state", tensor=t) for t in (before, a, b, pool, after)] == [
+            OFF,
+            PAUSED,
+            ACTIVE,
+            PAUSED,
+            OFF,
+        ]
         assert p.call("holds", tensor=before, seed=1) and p.call("holds", tensor=b, seed=3)
         p.call("torch_deallocate", tensor=b)
         p.call("empty_cache")
