@@ -452,6 +452,7 @@ library = _library.load()
 assert library.amem_default_region(b"all", 1) == 0
 status, pointer = allocate()
 assert status == 0
+assert library.amem_default_region(b"another", 1) == 0
 child = os.fork()
 if child == 0:
     assert allocate()[0] == 3 and torch.c10_free(pointer) == 3  # not initialised
