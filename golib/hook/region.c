@@ -164,12 +164,12 @@ static void deallocate_ordinary(void *ptr, ssize_t size, int device, void *strea
     runtime_free(ptr);
 }
 
-PUBLIC amem_status amem_ordinary_memory(amem_region_t *functions_of_it) {
+PUBLIC amem_status amem_ordinary_memory(amem_region_t *region) {
     amem_status status = api_configure();
     if (status != AMEM_OK) return status;
-    if (!functions_of_it) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_ordinary_memory: no place for the answer");
+    if (!region) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_ordinary_memory: no place for the answer");
     if (!runtime_found()) return api_fail(AMEM_ERROR_NO_DRIVER, "no CUDA runtime is loaded in this process");
-    *functions_of_it = (amem_region_t){allocate_ordinary, deallocate_ordinary};
+    *region = (amem_region_t){allocate_ordinary, deallocate_ordinary};
     return AMEM_OK;
 }
 

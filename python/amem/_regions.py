@@ -149,8 +149,7 @@ def set_default(wanted: Region | None, keeps_cache: bool = False) -> None:
         _cached_tags.add(wanted.tag)
     if torch.cuda.is_initialized():
         torch.cuda.memory.empty_cache()  # what is allocated from now on shall not come from there
-        if wanted is not None:
-            _allocate_workspaces(_torch())
+        _prepare(None)
 
 
 @contextlib.contextmanager
@@ -257,6 +256,8 @@ def replace(wanted: Region | None) -> None:
         raise
     frame.region, frame.pools = wanted, new
     frame.keep_to_thread()
+    if frame.owner is None and wanted == _default:
+        frames.pop()
     _give(old)
 
 
@@ -430,11 +431,11 @@ def _push(owner: object, wanted: Region | None, pools: _Pools | None = None) -> 
 
 
 def _prepare(wanted: Region | None) -> None:
-    """Before a thread enters a region, or with a default region disable()."""
+    """Before this thread, which is in no region, enters one, or disable() with a default region."""
     if wanted is not None:
         _allocate_workspaces(_torch())
     elif _default is not None and _library.load().amem_tag_state(_default.tag.encode()) != PAUSED:
-        # While it is paused, workspaces that there are not yet are allocated inside. Nor are they needed at any price.
+        # Without them, the first product inside allocates them. While paused, memory is short, and it does.
         with contextlib.suppress(RuntimeError):
             _allocate_workspaces(_torch())
 
@@ -443,27 +444,22 @@ def _allocate_workspaces(torch: Any) -> None:
     """Makes torch allocate the workspaces of cuBLAS and cuBLASLt for the current stream now.
 
     It does so at a stream's first product, and uses them for all later ones:
-    they must not be a region's, or products would use paused memory. The thread
-    is in no region.
+    they must not be a region's, or products would use paused memory.
     """
     if not torch._C._cuda_hasPrimaryContext(torch._C._cuda_getDevice()):
         return  # that would start CUDA on this device
     pools = _take(None)
     _switch(None, pools)
     try:
-        _call_for_workspaces(torch)
+        torch.cuda.current_blas_handle()
+        if _lt_workspace is not None:
+            # What C++ throws would end the process here. So running out of memory shows in the line before, in
+            # Python; the next line takes what that leaves in torch's cache, unless another thread is faster.
+            torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(_lt_workspace.size()))
+            _lt_workspace.allocate()
     finally:
         _switch(pools, None)
         _give(pools)
-
-
-def _call_for_workspaces(torch: Any) -> None:
-    torch.cuda.current_blas_handle()
-    if _lt_workspace is not None:
-        # What C++ throws would end the process here. So running out of memory shows in the line before, in
-        # Python; the next line takes what that leaves in torch's cache, unless another thread is faster.
-        torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(_lt_workspace.size()))
-        _lt_workspace.allocate()
 
 
 class _LtWorkspace:

@@ -646,6 +646,7 @@ cdll().tms_set_interesting_region(True)
 seen += [bytes_of("default", 1), bytes_of("grads", 0), torch._C._is_multithreading_enabled()]
 kept.append(torch.empty(100))
 backward(lambda: kept.append(torch.empty(100)))
+amem.default_region(None)  # the thread is in nothing any more
 show([*seen, bytes_of("default", 1)])
 """
     assert result(script, folder, **INIT) == [11, 21, 3, True, 221]
