@@ -100,17 +100,18 @@ def region(tag: str, backup: Backup = "cpu") -> Region:
 def default_region(tag: str | None, backup: Backup = "cpu") -> None:
     """From now on torch's memory is this region's wherever no other region is entered.
 
+        torch.cuda.set_device(rank)
         amem.default_region("trainer")
         ...
         amem.pause("trainer")
         with amem.disable():
-            ...                     # ordinary memory
+            ...  # ordinary memory
         amem.resume("trainer")
 
     It covers all threads and devices, autograd's and CUDA graphs included.
     torch's own cache stays in use, and is given back when memory runs out. Call
-    it before CUDA's first use: what torch has by then stays ordinary, and parts
-    of it that are unused may be given out later.
+    it before anything is allocated: what torch has by then stays ordinary, and
+    parts of it that are unused may be given out later.
 
     Between a pause of the tag and its resume, enclose what allocates in
     disable(), or in another region: outside, torch may take it from paused
