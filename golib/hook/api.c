@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #include "hook.h"
 
@@ -79,15 +80,20 @@ static void renew_enabling(void) { pthread_mutex_init(&enabling, NULL); }
 
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, renew_enabling); }
 
+bool api_is_on(const char *variable) {
+    const char *value = getenv(variable);
+    return value && (!strcmp(value, "1") || !strcasecmp(value, "true") || !strcasecmp(value, "on"));
+}
+
 /*
  * Under LD_PRELOAD nobody calls amem_enable: preloading the library is the wish,
  * unless it is there in the place of torch_memory_saver's, which leaves NCCL alone.
  */
 __attribute__((constructor)) static void enable_when_preloaded(void) {
     const char *preload = getenv("LD_PRELOAD");
-    const char *wish = getenv("AMEM_ENABLE"), *in_place = getenv("AMEM_COMPAT_TMS");
+    const char *wish = getenv("AMEM_ENABLE");
     if (!preload || !strstr(preload, "libamem_hook.so") || (wish && !strcmp(wish, "0"))) return;
-    if (!wish && in_place && !strcmp(in_place, "1")) return;
+    if (!wish && api_is_on("AMEM_COMPAT_TMS")) return;
     if (amem_enable() != AMEM_OK) log_line(LOG_ERROR, "not enabled: %s", last_error);
 }
 

@@ -83,6 +83,7 @@ extern size_t region_margin;    /* bytes that regions leave free on a device */
 /* api.c */
 extern struct amem_config config;
 amem_status api_configure(void);                            /* reads the environment, once */
+bool api_is_on(const char *variable);                       /* a switch in the environment */
 amem_status api_fail(amem_status status, const char *text); /* sets this thread's amem_last_error() */
 
 #endif

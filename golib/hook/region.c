@@ -118,7 +118,7 @@ PUBLIC amem_status amem_default_region(const char *tag, amem_backup_t backup) {
         /* The core checks it too, but is not there yet. */
         if (!*tag || strlen(tag) > MAX_TAG || strchr(tag, ',') || !strcmp(tag, "nccl"))
             return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "a region's tag has 1 to 64 bytes without commas, and is not nccl");
-        if (backup < AMEM_BACKUP_NONE || backup > AMEM_BACKUP_DISK)
+        if ((unsigned)backup > AMEM_BACKUP_DISK)
             return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "amem_default_region: no such backup");
         wanted = malloc(sizeof *wanted);
         if (!wanted) return api_fail(AMEM_ERROR_INTERNAL, "amem_default_region: no memory");
@@ -156,7 +156,9 @@ int region_allocate_default(size_t size, int device, CUdeviceptr *ptr, char *tex
 
 static void *allocate_ordinary(ssize_t size, int device, void *stream) {
     (void)device, (void)stream; /* PyTorch's current device is the one */
-    return runtime_allocate((size_t)size);
+    void *ptr = runtime_allocate((size_t)size);
+    if (!ptr) api_fail(AMEM_ERROR_CUDA, "cudaMalloc failed");
+    return ptr;
 }
 
 static void deallocate_ordinary(void *ptr, ssize_t size, int device, void *stream) {

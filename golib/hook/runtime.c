@@ -6,9 +6,7 @@
  */
 #define _GNU_SOURCE
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 
 #include "hook.h"
 
@@ -97,15 +95,10 @@ static int free_(void *ptr) {
     return status == AMEM_OK ? SUCCESS : refuse_status(status, text);
 }
 
-static bool children_have_amem(void) {
-    const char *wish = getenv("AMEM_ENABLE");
-    return wish && (!strcmp(wish, "1") || !strcasecmp(wish, "true") || !strcasecmp(wish, "on"));
-}
-
 static int ipc_get_mem_handle(ipc_handle *handle, void *ptr) {
     char text[AMEM_ERROR_TEXT] = "";
     const struct amem_core *core = core_loaded();
-    int status = core && handle ? core->ipc_get(handle, at(ptr), children_have_amem(), text) : AMEM_PASS;
+    int status = core && handle ? core->ipc_get(handle, at(ptr), api_is_on("AMEM_ENABLE"), text) : AMEM_PASS;
     if (status == AMEM_PASS) return real.IpcGetMemHandle(handle, ptr);
     return status == AMEM_OK ? SUCCESS : refuse_status(status, text);
 }

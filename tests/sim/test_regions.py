@@ -371,22 +371,22 @@ def test_default_region_is_shared() -> None:
 
 
 def test_memory_margin() -> None:
-    with programs(1, AMEM_SIM_MEMORY=str(512 * MIB)) as group:
+    with programs(1, AMEM_SIM_MEMORY=str(256 * MIB)) as group:
         p = group[0]
         p.call("default_region", tag="all")
-        first = p.call("torch_allocate", size=200 * MIB, seed=1)
-        p.call("margin", size=250 * MIB)
+        first = p.call("torch_allocate", size=70 * MIB, seed=1)
+        p.call("margin", size=120 * MIB)
         assert "2: " in failure(lambda: p.call("torch_allocate", size=70 * MIB, seed=2), "RuntimeError")
         message = failure(lambda: p.call("allocate", tag="other", size=70 * MIB, seed=2), "MemoryError")
-        assert f"{312 * MIB} bytes are free, of which a margin of {250 * MIB} stays" in message
-        second = p.call("torch_allocate", size=62 * MIB, seed=2)
-        ordinary = p.call("ordinary", size=150 * MIB, seed=3)
+        assert f"{186 * MIB} bytes are free, of which a margin of {120 * MIB} stays" in message
+        second = p.call("torch_allocate", size=66 * MIB, seed=2)
+        ordinary = p.call("ordinary", size=80 * MIB, seed=3)
         p.call("pause", tags=["all"])
         p.call("resume")  # it may use the margin
         assert p.call("holds", tensor=first, seed=1) and p.call("holds", tensor=second, seed=2)
         p.call("margin", size=0)
         p.call("deallocate", tensor=ordinary)
-        third = p.call("torch_allocate", size=200 * MIB, seed=4)
+        third = p.call("torch_allocate", size=100 * MIB, seed=4)
         assert p.call("holds", tensor=third, seed=4)
 
 
