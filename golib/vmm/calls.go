@@ -133,6 +133,9 @@ func (s *Space) place(h *handle, carve bool) error {
 			err = s.clear(dirty)
 		} else {
 			err = s.newBlock(c, next, true, h)
+			if alone := roundUp(size, largeUnit); next > alone && errors.Is(err, cuda.ErrOutOfMemory) {
+				err = s.newBlock(c, alone, true, h)
+			}
 		}
 		s.mu.Lock()
 		delete(s.growing, c)

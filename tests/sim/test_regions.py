@@ -384,8 +384,11 @@ def test_memory_margin() -> None:
         p.call("pause", tags=["all"])
         p.call("resume")  # it may use the margin
         assert p.call("holds", tensor=first, seed=1) and p.call("holds", tensor=second, seed=2)
-        p.call("margin", size=0)
         p.call("deallocate", tensor=ordinary)
+        p.call("margin", size=118 * MIB)
+        small = p.call("torch_allocate", size=2 * MIB, seed=5)  # it has no slab with room for more
+        assert p.call("meminfo") == 138 * MIB and p.call("holds", tensor=small, seed=5)
+        p.call("margin", size=0)
         third = p.call("torch_allocate", size=100 * MIB, seed=4)
         assert p.call("holds", tensor=third, seed=4)
 
