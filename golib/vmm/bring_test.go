@@ -6,9 +6,11 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"amem/golib/cuda"
 	"amem/golib/offload"
 	"amem/golib/peer"
 	"amem/golib/simtest"
@@ -221,4 +223,56 @@ func TestImportOfTheDead(t *testing.T) {
 	empty(t, p.importer)
 	delete(p.gone, p.owner.peers.Self().ID)
 	p.end(t)
+}
+
+// What is opened anew while an owner's memory is mapped again has no home yet: it is left
+// to who opens it.
+func TestOpenedAnewWhileItIsMappedAgain(t *testing.T) {
+	givesBack(t)
+	simtest.On(t, 0)
+	p := &pair{network: newNetwork()}
+	options := Options{Arena: true, Timeout: 5 * time.Second, Region: "weights"}
+	p.owner, p.importer = p.space(0, options), p.space(0, options)
+	at, err := p.owner.Allocate(16*mib, 0)
+	require.NoError(t, err)
+	simtest.Fill(at, 1, 16*mib)
+	block, offset, err := p.owner.Share(at)
+	require.NoError(t, err)
+	d, known := p.owner.Describe(block, offset)
+	require.True(t, known)
+	opened, err := p.importer.Open(d)
+	require.NoError(t, err)
+	owner := p.owner.peers.Self()
+	require.NoError(t, p.importer.LetGo(owner, []uint64{block}))
+
+	var fetches atomic.Int32
+	begun, goOn := [2]chan struct{}{make(chan struct{}), make(chan struct{})}, [2]chan struct{}{make(chan struct{}), make(chan struct{})}
+	p.fetched = func([]uint64) {
+		if n := fetches.Add(1) - 1; n < 2 {
+			close(begun[n])
+			<-goOn[n]
+		}
+	}
+	again := make(chan error, 1)
+	go func() { again <- p.importer.AttachAgain(context.Background(), owner, []uint64{block}) }()
+	<-begun[0]
+	require.NoError(t, p.importer.Close(opened))
+	anew := make(chan cuda.Ptr, 1)
+	go func() {
+		defer simtest.Use(t, 0)()
+		at, _ := p.importer.Open(d)
+		anew <- at
+	}()
+	<-begun[1]
+	imports := simtest.Calls(t, "cuMemImportFromShareableHandle")
+	close(goOn[0])
+	require.NoError(t, <-again)
+	require.Equal(t, imports, simtest.Calls(t, "cuMemImportFromShareableHandle"))
+	close(goOn[1])
+	opened = <-anew
+	require.True(t, simtest.Holds(opened, 1, 16*mib))
+	require.NoError(t, p.importer.Close(opened))
+	require.NoError(t, p.owner.Free(at))
+	empty(t, p.importer)
+	empty(t, p.owner)
 }

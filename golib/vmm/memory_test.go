@@ -2,6 +2,8 @@ package vmm
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -246,6 +248,7 @@ func TestAttachChecksClaims(t *testing.T) {
 		require.Equal(t, 16*mib, b.size)
 		small = max(small, key.block)
 	}
+	blocks := slices.Collect(maps.Values(p.importer.imports))
 	before := simtest.Calls(t, "cuMemImportFromShareableHandle")
 	for name, got := range map[string]peer.Memory{
 		"outside its memory":      {Size: 16 * mib, Blocks: []peer.Place{{Block: small, Offset: 2 * mib}}},
@@ -256,12 +259,12 @@ func TestAttachChecksClaims(t *testing.T) {
 		"two that don't fit":      {Size: 32 * mib, Blocks: []peer.Place{{Block: 1}, {Block: 2}}},
 		"in the middle of a page": {Size: 32 * mib, Blocks: []peer.Place{{Block: small, Offset: 4096}}},
 	} {
-		err := p.importer.attach(owner, got, 7)
+		err := p.importer.attach(owner, blocks, got, 7)
 		require.ErrorIs(t, err, cuda.ErrInvalidValue, name)
 		require.ErrorContains(t, err, owner.String(), name)
 	}
 	require.Equal(t, before, simtest.Calls(t, "cuMemImportFromShareableHandle"))
-	require.NoError(t, p.importer.attach(owner, peer.Memory{Size: 2 * mib, Blocks: []peer.Place{{Block: 99}}}, 7),
+	require.NoError(t, p.importer.attach(owner, blocks, peer.Memory{Size: 2 * mib, Blocks: []peer.Place{{Block: 99}}}, 7),
 		"what NCCL has freed meanwhile is none of our business")
 	filled(t, p.imported)
 	p.end(t)

@@ -641,7 +641,7 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 				return err
 			}
 			for _, got := range list {
-				errs = append(errs, s.attach(owner, got, generation))
+				errs = append(errs, s.attach(owner, blocks, got, generation))
 			}
 			return errors.Join(errs...)
 		})

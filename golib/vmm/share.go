@@ -298,7 +298,7 @@ func (s *Space) firstView(b *block, d Descriptor) (id cuda.Handle, err error) {
 		if err := s.settleView(b, d); err != nil {
 			return err
 		}
-		if err := s.attach(*b.owner, list[0], generation); err != nil {
+		if err := s.attach(*b.owner, []*block{b}, list[0], generation); err != nil {
 			return errors.Join(err, s.unsettle(b))
 		}
 		s.mu.Lock()
@@ -387,14 +387,15 @@ func (s *Space) settleView(b *block, d Descriptor) (err error) {
 	return nil
 }
 
-// attach maps a peer's memory at the home of the blocks that stand on it, unless it is
-// here already, or NCCL has freed all of them meanwhile. structure is held.
-func (s *Space) attach(owner peer.Identity, got peer.Memory, generation uint64) error {
+// attach maps a peer's memory at the home of those of the blocks that stand on it, unless
+// it is here already, or all of them have been freed meanwhile: what was imported anew
+// under their numbers has no home yet. structure is held.
+func (s *Space) attach(owner peer.Identity, blocks []*block, got peer.Memory, generation uint64) error {
 	m := &memory{owner: &owner, size: got.Size, fd: -1, generation: generation}
 	s.mu.Lock()
 	for _, place := range got.Blocks {
 		b := s.imports[importKey{owner.ID, place.Block}]
-		if b == nil || b.here(generation) { // freed, or brought by another thread meanwhile
+		if !slices.Contains(blocks, b) || b.here(generation) { // freed, or brought by another thread
 			continue
 		}
 		home := b.home - cuda.Ptr(place.Offset)

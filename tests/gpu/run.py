@@ -180,15 +180,19 @@ def torch_steps(cycles: int) -> list[Step]:
     params = {"cycles": cycles, "max_bytes": 1 << 26}
     one: dict[str, Any] = {"program": "torch_ranks.py", "gpus": 1}
     several: dict[str, Any] = {"program": "torch_ranks.py"}
-    training = Step("torch training", "training", {**params, "steps": 3 * cycles}, deadline=90, **several)
-    # Without it, cuBLAS may sum in another order from run to run.
-    training.env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    steps = {**params, "steps": 3 * cycles}
+    training = Step("torch training", "training", steps, deadline=90, **several)
+    whole = Step("torch training, the whole program", "training", {**steps, "whole": True}, deadline=90, **several)
+    for step in (training, whole):
+        # Without it, cuBLAS may sum in another order from run to run.
+        step.env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     expandable = Step("torch regions: expandable segments", "regions", params, deadline=90, **one)
     expandable.env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return [
         Step("torch regions", "regions", params, deadline=90, **one),
         Step("torch regions: nesting and threads", "region_rules", params, **one),
         Step("torch regions: graph", "region_graph", params, **one),
+        Step("torch regions: the default region", "default_region", params, deadline=90, **one),
         Step("torch regions: left paused", "left_paused", params, **one),
         expandable,
         Step("torch regions: shared with a process", "shared", params, deadline=90, **one),
@@ -197,6 +201,7 @@ def torch_steps(cycles: int) -> list[Step]:
         Step("torch tags and NCCL", "tags_and_nccl", params, deadline=90, **several),
         Step("torch regions in NCCL's graph", "nccl_graph", params, **several),
         training,
+        whole,
     ]
 
 

@@ -426,6 +426,81 @@ def region_graph(r: Rank) -> dict[str, Any]:
 LEFT: list[Any] = []
 
 
+def default_region(r: Rank) -> dict[str, Any]:
+    """All of a program's memory, of all threads and of a graph; torch's own cache in use, and evicted."""
+    import amem
+
+    torch.cuda.empty_cache()
+    amem.default_region("trainer")
+    blocks = [Block(r, size) for size in SIZES]
+    with amem.region("kv", backup="none"):
+        other = Block(r, 20 * MB)
+
+    def elsewhere() -> None:
+        torch.cuda.set_device(r.device)
+        blocks.append(Block(r, 20 * MB))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    layer = torch.nn.Linear(1024, 1024, device=r.device)
+    layer(torch.randn(64, 1024, device=r.device)).square().mean().backward()
+    grads = [p.grad for p in layer.parameters() if p.grad is not None]
+    wanted = [grad.cpu() for grad in grads]
+    cuda: Any = torch.cuda  # torch's type hints leave this constructor out
+    result = torch.zeros(MB, device=r.device)
+    captured: Any = cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        result.copy_((torch.ones(50 * MB, device=r.device) * 3)[-MB:])
+    captured.replay()
+    check(float(result.sum()) == 3 * MB, "the graph's result is wrong")
+    for number in range(int(r.params["cycles"])):
+        r.stage(f"cycle {number}: pause")
+        expected = give_back(r, size_of(blocks) + 2 * 4 * 1024 * 1024 + 200 * MB, "trainer")
+        with amem.disable():
+            other.verify("a region beside the default one")
+            small = torch.ones(512, 512, device=r.device).bfloat16()
+            check(float(torch.addmm(small[0], small, small)[0, 0]) == 513, "a product while paused is wrong")
+            outside = Block(r, 64 * MB)
+            r.scribble()
+        outside.verify("ordinary memory made while paused")
+        del small, outside
+        bring_back(r, None, "trainer")
+        check(abs(r.used() - expected) <= 200 * MB, f"in use are {r.used()} bytes, about {expected} were expected")
+        verify(f"cycle {number}", blocks, [other])
+        check(all(torch.equal(grad.cpu(), right) for grad, right in zip(grads, wanted)), "gradients have changed")
+        result.zero_()
+        captured.replay()
+        check(float(result.sum()) == 3 * MB, "the graph's result is wrong after a resume")
+        r.stage(f"cycle {number}: cache")
+        free, _ = torch.cuda.mem_get_info()
+        cached = torch.empty(free * 6 // 10, dtype=torch.uint8, device=r.device)
+        del cached
+        larger = torch.empty(free * 8 // 10, dtype=torch.uint8, device=r.device)  # needs the cached memory
+        larger[-1] = 5
+        check(int(larger[-1]) == 5, "memory in the place of what was cached")
+        del larger
+        try:
+            torch.empty(free * 2, dtype=torch.uint8, device=r.device)
+            raise ranks.CheckFailed("memory was allocated that the device does not have")
+        except torch.cuda.OutOfMemoryError:
+            pass
+        torch.cuda.empty_cache()
+        verify(f"cycle {number}: cache", blocks)
+    r.stage("none")
+    amem.default_region(None)
+    torch.cuda.empty_cache()
+    plain = Block(r, 256 * MB)
+    give_back(r, size_of(blocks), "trainer")
+    with amem.disable():
+        plain.verify("made after the default region's end")
+    bring_back(r, None, "trainer")
+    verify("the end", blocks)
+    del blocks[:]
+    torch.cuda.empty_cache()
+    return {}
+
+
 def left_paused(r: Rank) -> dict[str, Any]:
     """The process ends while its memory is paused, with tensors and a graph that live until Python's end."""
     import amem
@@ -803,6 +878,7 @@ class Attention(torch.nn.Module):
 def training(r: Rank) -> dict[str, Any]:
     """A small transformer under DDP, all paused between steps. run.py compares it with a run without amem."""
     stock = bool(r.params.get("stock"))
+    whole = bool(r.params.get("whole")) and not stock
     torch.use_deterministic_algorithms(True, warn_only=True)
     cublas_workspace(r)
     world = r.start()
@@ -810,11 +886,19 @@ def training(r: Rank) -> dict[str, Any]:
     words, width, length = 8192, 512, 128
 
     def region() -> Any:
-        if stock:
+        if stock or whole:
             return contextlib.nullcontext()
         import amem
 
         return amem.region("model", backup="cpu")
+
+    disabled: Any = contextlib.nullcontext
+    if whole:
+        import amem
+
+        disabled = amem.disable
+        torch.cuda.empty_cache()
+        amem.default_region("model")
 
     torch.manual_seed(1)
     with region():
@@ -841,7 +925,8 @@ def training(r: Rank) -> dict[str, Any]:
             r.stage(f"step {number}: pause")
             # From the second step on the optimiser's state, twice the weights, is there too.
             expected = give_back(r, least)
-            r.scribble()
+            with disabled():
+                r.scribble()
             bring_back(r, expected)
     weights = [int(p.detach().view(torch.int32).sum(dtype=torch.int64)) for p in model.parameters()]
     check(losses[0] != losses[-1], "the losses do not change")
@@ -855,6 +940,7 @@ SCENARIOS: dict[str, Callable[[Rank], dict[str, Any]]] = {
         regions,
         region_rules,
         region_graph,
+        default_region,
         left_paused,
         shared,
         region_memory,
