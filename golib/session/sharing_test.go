@@ -113,7 +113,6 @@ func (s *sharers) transit(t *testing.T, verb string) (failed string) {
 	}[verb]
 	if s.random.IntN(4) > 0 {
 		failed = calls[s.random.IntN(len(calls))]
-		time.Sleep(20 * time.Millisecond) // what was freed waits for its users, and stays on the device if that end fails
 		simtest.Fault(t, failed, 1+s.random.IntN(12), cuda.ErrUnknown)
 		defer simtest.Fault(t, failed, 0, cuda.Success)
 	}

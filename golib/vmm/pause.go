@@ -185,7 +185,11 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	if err := s.copyOut(list, store, p.Copied); err != nil {
 		return p, fmt.Errorf("copy out: %w", err)
 	}
-	if err := s.AnyDevice(func() error { p.Detached = s.detach(); return nil }); err != nil {
+	if err := s.AnyDevice(func() error {
+		s.discardStuck()
+		p.Detached = s.detach()
+		return nil
+	}); err != nil {
 		return p, errors.Join(err, s.waitStreams())
 	}
 	var released []*memory

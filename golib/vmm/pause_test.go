@@ -510,3 +510,28 @@ func TestFaultInRollback(t *testing.T) {
 	n.mustFree(t, buffers...)
 	empty(t, s)
 }
+
+// What the driver refuses to give back when it is freed goes back with the next pause.
+func TestFreeThatFails(t *testing.T) {
+	for _, call := range []string{"cuMemUnmap", "cuMemRelease"} {
+		t.Run(call, func(t *testing.T) {
+			s := newSpace(t, Options{Arena: true})
+			n := nccl{Space: s}
+			before := simtest.Used(t, 0)
+			kept, freed := n.mustAllocate(t, 64*kib), n.mustAllocate(t, 16*mib)
+			simtest.Fill(kept.at, 1, kept.size)
+			simtest.Fault(t, call, 1, cuda.ErrUnknown)
+			require.ErrorIs(t, n.free(freed.at), cuda.ErrUnknown)
+			require.Equal(t, before+18*mib, simtest.Used(t, 0))
+			_, err := pause(s, offload.NewArena(simtest.Driver()))
+			require.NoError(t, err)
+			require.Equal(t, before, simtest.Used(t, 0))
+			_, err = resume(s)
+			require.NoError(t, err)
+			require.Equal(t, before+2*mib, simtest.Used(t, 0))
+			require.True(t, simtest.Holds(kept.at, 1, kept.size))
+			n.mustFree(t, kept)
+			empty(t, s)
+		})
+	}
+}

@@ -20,6 +20,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -85,6 +86,7 @@ type Space struct {
 	devices    map[int32]*Device
 	letGos     uint64           // how often peers' memory was let go of: by a pause, or for an owner's
 	ended      []*block         // freed while contents were copied in: Fill discards them
+	stuck      []*block         // ended, but the driver has refused to give the memory back: the next pause tries again
 	nicSites   map[uintptr]bool // where NCCL allocated what it registered with a NIC
 }
 
@@ -286,13 +288,31 @@ func (s *Space) discard(b *block) error {
 	s.mu.Lock()
 	last := b.mem.live && len(b.mem.blocks) == 0
 	s.mu.Unlock()
-	var errs []error
 	if last {
-		errs = append(errs, s.evaporate(b.mem))
+		if err := s.evaporate(b.mem); err != nil {
+			s.mu.Lock()
+			s.stuck = append(s.stuck, b)
+			s.mu.Unlock()
+			return err
+		}
 	}
-	errs = append(errs, s.unsettle(b))
+	err := s.unsettle(b)
 	if b.owner == nil {
 		s.peers.Freed(b.id)
 	}
-	return errors.Join(errs...)
+	return err
+}
+
+// discardStuck tries again to give back what the driver has refused to. structure is
+// held for writing.
+func (s *Space) discardStuck() {
+	s.mu.Lock()
+	stuck := s.stuck
+	s.stuck = nil
+	s.mu.Unlock()
+	for _, b := range stuck {
+		if err := s.discard(b); err != nil {
+			slog.Warn("memory that was freed stays on the device until the next pause", "bytes", b.size, "error", err)
+		}
+	}
 }
