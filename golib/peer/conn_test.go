@@ -9,6 +9,7 @@ import (
 
 // A process that has no room for the descriptors that are sent to it is told so.
 func TestReceiveWithoutRoomForDescriptors(t *testing.T) {
+	quiet(t)
 	ours, theirs := connPair(t)
 	defer ours.Close()
 	defer theirs.Close()

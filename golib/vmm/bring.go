@@ -36,9 +36,7 @@ func (s *Space) promise(b *block, d Descriptor) (cuda.Handle, error) {
 	}
 	s.addRange(addressRange{at: b.home, size: b.size, block: b})
 	id := s.viewOf(b, d).id
-	if !s.paused { // else the resume brings it
-		b.wanted = true
-	}
+	b.wanted = !s.paused // else the resume brings it
 	if b.wanted && !s.bringing[b.owner.ID] {
 		s.bringing[b.owner.ID] = true
 		go s.bring(*b.owner)
@@ -119,7 +117,7 @@ func (s *Space) Imports(current func(owner peer.Identity) uint64) Readiness {
 	return answer
 }
 
-// Arrived waits until none is.
+// Arrived waits until no peer's memory is being brought here.
 func (s *Space) Arrived(ctx context.Context) error {
 	for {
 		s.mu.Lock()
