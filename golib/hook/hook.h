@@ -43,6 +43,7 @@ bool elf_holds(const struct object *object, void *const *values, int n);
 amem_status watch_start(char *text);
 void watch_runtime(void); /* hooks PyTorch's libraries for regions, now and when they are loaded */
 bool watch_found(void);   /* a libnccl has been hooked */
+bool watch_out_of_reach(void); /* PyTorch's allocator was found, and calls a CUDA runtime that is inside of it */
 bool watch_too_late(void); /* a libnccl was found that had the driver's functions already */
 
 /* driver.c: the wrappers of the driver's functions. */
@@ -68,6 +69,7 @@ bool core_forked(void);
 
 /* runtime.c: the CUDA runtime's functions for regions' memory, in the slots of one of PyTorch's libraries. */
 int runtime_hook(const struct object *object); /* answers how many slots */
+bool runtime_allocates_for(const struct object *object); /* after runtime_hook: the library's cudaMalloc comes here */
 bool runtime_found(void);                      /* there is a CUDA runtime to allocate ordinary memory with */
 void *runtime_allocate(size_t size);           /* ordinary memory; NULL on failure */
 void runtime_free(void *ptr);

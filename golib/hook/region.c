@@ -126,8 +126,14 @@ PUBLIC amem_status amem_default_region(const char *tag, amem_backup_t backup) {
         wanted->backup = (int)backup;
         wanted->number = -1;
     }
-    default_region = wanted;
     watch_runtime();
+    if (wanted && watch_out_of_reach()) {
+        free(wanted);
+        return api_fail(AMEM_ERROR_INVALID_STATE,
+                        "PyTorch's libc10_cuda.so does not call the cudaMalloc of a libcudart.so, so its memory can't be a "
+                        "default region's: enter regions, or use a PyTorch that links libcudart");
+    }
+    default_region = wanted;
     return AMEM_OK;
 }
 

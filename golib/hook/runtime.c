@@ -197,6 +197,10 @@ int runtime_hook(const struct object *object) {
     return elf_replace_all(object, list, found);
 }
 
+bool runtime_allocates_for(const struct object *object) {
+    return real.Malloc && elf_replace(object, "cudaMalloc", (void *)malloc_) > 0;
+}
+
 bool runtime_found(void) {
     for (int i = 0; i < COUNT; i++) resolve(i);
     return real.Malloc && real.Free;

@@ -19,8 +19,9 @@
 
 static pthread_mutex_t scanning = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic unsigned long long scanned_loads;
-static atomic_bool nccl_wanted, found, too_late;
+static atomic_bool nccl_wanted, found, too_late, out_of_reach;
 
+bool watch_out_of_reach(void) { return out_of_reach; }
 bool watch_found(void) { return found; }
 bool watch_too_late(void) { return too_late; }
 
@@ -134,6 +135,7 @@ static void visit(const struct object *object, void *arg) {
         if (seen(arg, object)) return;
         int slots = runtime_hook(object);
         log_line(LOG_DEBUG, "hooked %d slots of %s", slots, object->path);
+        if (!strcmp(base_name(object->path), "libc10_cuda.so") && !runtime_allocates_for(object)) out_of_reach = true;
     } else if (loads_for_others(object)) {
         elf_replace(object, "dlopen", (void *)watching_dlopen);
         elf_replace(object, "dlsym", (void *)watching_dlsym);

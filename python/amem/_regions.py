@@ -124,7 +124,7 @@ def default_region(tag: str | None, backup: Backup = "cpu") -> None:
 
     Raises:
         InvalidArgumentError: of the tag or the backup.
-        InvalidStateError: the thread is in a region, or in disable().
+        InvalidStateError: the thread is in a region, or in disable(); or torch has a CUDA runtime inside.
         TorchError: torch is missing or can't do it.
         CoreError: the library is missing or of another release.
     """

@@ -468,6 +468,20 @@ assert is_regions(pointer) and torch.c10_free(pointer) == 0 and not is_regions(p
     python(PROCESS + script, environment(tmp_path))
 
 
+def test_allocator_out_of_reach(tmp_path: Path) -> None:
+    """A PyTorch with the CUDA runtime inside: its memory would be ordinary, without a word."""
+    script = """
+import ctypes, os
+from amem import _library
+torch = ctypes.CDLL(os.path.join(os.environ["AMEM_SIM_LIBRARY_DIR"], "static", "libc10_cuda.so"))
+library = _library.load()
+assert library.amem_default_region(b"all", 1) == 7
+assert b"libcudart" in library.amem_last_error()
+assert library.amem_default_region(None, 0) == 0
+"""
+    python(script, environment(tmp_path))
+
+
 def test_preloaded_in_the_place_of_torch_memory_saver(tmp_path: Path) -> None:
     """The symbols are the process's, NCCL is left alone, and programs without CUDA are as they were."""
     env = environment(tmp_path, LD_PRELOAD=str(LIB / "libamem_hook.so"), AMEM_COMPAT_TMS="1")
