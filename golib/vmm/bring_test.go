@@ -61,6 +61,19 @@ func (p *pair) holdFirst(t *testing.T) (begun <-chan struct{}, answer func()) {
 	return started, answer
 }
 
+// underWay is a pair with two imports, of which the first is being fetched until answer
+// is called.
+func underWay(t *testing.T) (p *pair, answer func()) {
+	t.Helper()
+	p = newPair(t, 0)
+	fds := p.slabs(t, 2)
+	begun, answer := p.holdFirst(t)
+	p.promised(t, fds[0])
+	<-begun
+	p.promised(t, fds[1])
+	return p, answer
+}
+
 // What NCCL imports while a fetch is under way comes with the next, in one message.
 func TestImportsComeTogether(t *testing.T) {
 	p := newPair(t, 0)
@@ -148,12 +161,7 @@ func TestImportWhilePaused(t *testing.T) {
 
 // A resume may be faster than what brings an import: what kernels use then stays mapped.
 func TestResumeIsFasterThanAnImport(t *testing.T) {
-	p := newPair(t, 0)
-	fds := p.slabs(t, 2)
-	begun, answer := p.holdFirst(t)
-	p.promised(t, fds[0])
-	<-begun
-	p.promised(t, fds[1])
+	p, answer := underWay(t)
 	require.NoError(t, p.importer.Attach(context.Background(), p.generation))
 	require.Equal(t, Here, p.importer.Imports(p.generation))
 	filled(t, p.imported)
@@ -168,12 +176,7 @@ func TestResumeIsFasterThanAnImport(t *testing.T) {
 
 // The owner must not count a process that has freed the memory before it came.
 func TestFreedBeforeItComes(t *testing.T) {
-	p := newPair(t, 0)
-	fds := p.slabs(t, 2)
-	begun, answer := p.holdFirst(t)
-	p.promised(t, fds[0])
-	<-begun
-	p.promised(t, fds[1])
+	p, answer := underWay(t)
 	imports := simtest.Calls(t, "cuMemImportFromShareableHandle")
 	nccl{Space: p.importer}.mustFree(t, p.imported...)
 	p.imported = nil
@@ -190,12 +193,7 @@ func TestFreedBeforeItComes(t *testing.T) {
 // What its owner has taken along when it ended never comes: until NCCL frees it, nothing
 // may be launched that could use it.
 func TestImportNeverComes(t *testing.T) {
-	p := newPair(t, 0)
-	fds := p.slabs(t, 2)
-	begun, answer := p.holdFirst(t)
-	p.promised(t, fds[0])
-	<-begun
-	p.promised(t, fds[1])
+	p, answer := underWay(t)
 	owner := p.owner.peers.Self().ID
 	p.mu.Lock()
 	p.gone[owner] = true
