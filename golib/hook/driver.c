@@ -231,7 +231,7 @@ static CUresult launch(void) {
         position == AMEM_GUARD_PAUSED
             ? "amem refused a collective because NCCL's memory is paused: call amem.resume() first"
             : "amem refused a collective because a peer's memory is not mapped here, after a pause that failed or an "
-              "import that did: call amem.resume() first";
+              "import that did: call amem.resume() first, or destroy the communicator if the peer has ended";
     if (atomic_exchange(&told, position) != position) log_line(LOG_ERROR, "%s", text);
     return refuse(CUDA_ERROR_ILLEGAL_STATE, text);
 }
