@@ -241,7 +241,7 @@ class Rank:
         return int(stats["device_bytes"]) - sum(int(d["resident_bytes"]) for d in stats["devices"] or [])
 
     def pause(self, active: bool = True) -> int:
-        """Pauses and checks that the device has the memory. Returns the use before.
+        """Pauses and checks that the device has the memory when that returns. Returns the use before.
 
         Every process of the step must call it; only the active ones pause.
         """
@@ -261,15 +261,10 @@ class Rank:
             check(transition.changed, "pause changed nothing")
             check(transition.bytes > 0, "pause released nothing")
             self.copied_bytes = transition.copied_bytes
-        self.peers.barrier()
-        if active:
+            # Before any barrier: what has returned here is free, whoever else had mapped it.
             given = before - self.used()
-            limit = time.monotonic() + 1.0
-            # The driver may still be freeing what a peer's process released last.
-            while given < GIVEN_BACK * nccl and time.monotonic() < limit:
-                time.sleep(0.02)
-                given = before - self.used()
             self.given.append(given / nccl)
+            check(transition.held_bytes == 0, f"others hold {transition.held_bytes} bytes: {transition.held_by}")
             check(
                 given >= GIVEN_BACK * nccl,
                 f"the device got {given} bytes back, NCCL held {nccl} ({100 * given / nccl:.2f} %)",
@@ -656,6 +651,53 @@ def at_once(r: Rank, busy: Storm, storms: list[Storm], streams: list[Any], kind:
     r.peers.barrier()
 
 
+def turn_held(r: Rank) -> dict[str, Any]:
+    """Groups connect while other threads' calls have the turn of NCCL's memory: the launches wait for the imports.
+
+    A thread resumes what is active and gives host memory back, and with
+    AMEM_HOST_PREALLOC=1 amem gets it ahead again, all the time.
+    """
+    import amem
+
+    world = r.start()
+    r.verify(world, 1 << 20)
+    ended = threading.Event()
+    calls = 0
+    failures: list[BaseException] = []
+
+    def hold() -> None:
+        nonlocal calls
+        try:
+            while not ended.is_set():
+                check(not amem.resume("nccl").changed, "a resume of active memory changed something")
+                amem.free_host_memory("nccl")
+                calls += 1
+        except BaseException as error:
+            failures.append(error)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    connected = 0
+    try:
+        for number in range(int(r.params["rounds"])):
+            r.stage(f"round {number}")
+            made = [g for i in range(4) if (g := r.new_group(f"round{number}-{i}"))]
+            for group in made:
+                r.verify(group, 1 << 20)
+            connected += len(made)
+            time.sleep(0.3 * (number % 5))  # after a second of rest, host memory is got ahead
+            for group in made:
+                r.destroy(group)
+    finally:
+        ended.set()
+        holder.join()
+    if failures:
+        raise failures[0]
+    r.cycle([world])
+    r.finish([world])
+    return {"note": f"{connected} groups connected during {calls} calls"}
+
+
 def churn(r: Rank) -> dict[str, Any]:
     """Groups created and destroyed, in every second round with a graph; with stock NCCL too, to compare."""
     stock = bool(r.params.get("stock"))
@@ -1019,6 +1061,7 @@ SCENARIOS: dict[str, Callable[[Rank], dict[str, Any]]] = {
         graph,
         stress,
         connecting,
+        turn_held,
         churn,
         colocated,
         misuse,

@@ -98,6 +98,7 @@ def steps(cycles: int, rounds: int) -> list[Step]:
         storm,
         controls,
         *connecting_steps({"groups": 6, "rounds": min(rounds, 4), "repeats": 4, **small}),
+        turn_held_step(rounds, small),
         Step("two jobs on the same GPUs", "colocated", {"cycles": cycles, **small}, jobs=jobs),
         Step("groups come and go", "churn", {"groups": 2, "rounds": rounds, **small}, deadline=90),
         Step("misuse", "misuse", small, quick=True),
@@ -135,6 +136,12 @@ def connecting_steps(params: dict[str, Any]) -> list[Step]:
         Step(f"{name}, stock", "connecting", stock, together, deadline=120, default=False),
         Step(f"{name}, stock, default queues", "connecting", stock, {}, default=False, may_hang=True),
     ]
+
+
+def turn_held_step(rounds: int, params: dict[str, Any]) -> Step:
+    step = Step("connecting while the turn is held", "turn_held", {"rounds": 2 * rounds, **params})
+    step.env["AMEM_HOST_PREALLOC"] = "1"
+    return step
 
 
 @dataclass
@@ -193,6 +200,8 @@ def torch_steps(cycles: int) -> list[Step]:
         Step("torch regions: nesting and threads", "region_rules", params, **one),
         Step("torch regions: graph", "region_graph", params, **one),
         Step("torch regions: the default region", "default_region", params, deadline=90, **one),
+        Step("torch regions: freed after a resume", "returned", params, **one),
+        Step("torch regions: host memory beside a kernel", "host_memory", {**params, "cycles": 2}, **one),
         Step("torch regions: left paused", "left_paused", params, **one),
         expandable,
         Step("torch regions: shared with a process", "shared", params, deadline=90, **one),
@@ -200,6 +209,8 @@ def torch_steps(cycles: int) -> list[Step]:
         Step("torch_memory_saver's interface", "saver", params, **one),
         Step("torch tags and NCCL", "tags_and_nccl", params, deadline=90, **several),
         Step("torch regions in NCCL's graph", "nccl_graph", params, **several),
+        Step("torch regions with holes in NCCL's graph", "nccl_graph", {**params, "holes": True}, **several),
+        Step("torch regions read by the other GPU", "other_gpus", params, **one),
         training,
         whole,
     ]

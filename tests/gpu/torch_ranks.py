@@ -501,6 +501,134 @@ def default_region(r: Rank) -> dict[str, Any]:
     return {}
 
 
+def returned(r: Rank) -> dict[str, Any]:
+    """What the program frees after a resume goes back to the device, and not in units of all that was there."""
+    import amem
+
+    size, count = 32 * MB, 48
+    torch.cuda.empty_cache()
+    amem.default_region("trainer")
+    blocks = [Block(r, size) for _ in range(count)]
+    worst = 0
+    for number in range(int(r.params["cycles"])):
+        r.stage(f"cycle {number}")
+        expected = give_back(r, size_of(blocks), "trainer")
+        bring_back(r, expected, "trainer")
+        verify(f"cycle {number}", blocks)
+        full = r.used()
+        kept = [block for i, block in enumerate(blocks) if i % 8 == number % 8]  # the rest has holes of 7
+        freed = size_of(blocks) - size_of(kept)
+        blocks = kept
+        gone = full - r.used()
+        worst = max(worst, freed - gone)
+        # The driver's memory is shared by chunks of a slab of 160 MB at most, cut to 64 MB when it comes back.
+        check(gone >= freed // 2, f"{freed} bytes were freed, and the device got {gone} of them")
+        verify(f"cycle {number}, freed", blocks)
+        blocks += [Block(r, size) for _ in range(count - len(blocks))]
+        verify(f"cycle {number}, made again", blocks)
+    amem.default_region(None)
+    return {"note": f"{worst / MB:.0f} MB stayed at most of {7 * count // 8 * size / MB:.0f} MB freed"}
+
+
+def host_memory(r: Rank) -> dict[str, Any]:
+    """Host memory is given back, and a region ends, while a kernel runs: the program launches on meanwhile."""
+    import amem
+
+    cuda: Any = torch.cuda
+    blocks = make(r, "weights", "cpu", (512 * MB, 512 * MB))
+    other = make(r, "logits", "cpu", (256 * MB,))
+    work = torch.zeros(1024, device=r.device)
+    side = cuda.Stream()
+    longest = 0.0
+    for number in range(int(r.params["cycles"])):
+        r.stage(f"cycle {number}")
+        give_back(r, size_of(blocks, other))
+        bring_back(r, None)
+        verify(f"cycle {number}", blocks, other)
+        for action in (lambda: amem.free_host_memory(), lambda: amem.free_host_memory("weights")):
+            torch.cuda.synchronize()
+            ended = cuda.Event()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(int(4e9))  # some two seconds
+                ended.record()
+            thread = threading.Thread(target=action)
+            thread.start()
+            launched = 0
+            while not ended.query():
+                started = time.perf_counter()
+                work.add_(1)
+                longest = max(longest, time.perf_counter() - started)
+                launched += 1
+                time.sleep(0.001)
+            thread.join()
+            torch.cuda.synchronize()
+            check(launched > 100, f"{launched} launches in the time of a kernel: host memory stopped the program")
+        verify(f"cycle {number}, host memory given back", blocks, other)
+    return {"note": f"a launch took {1e3 * longest:.1f} ms at most while host memory was given back"}
+
+
+READS = r"""
+extern "C" __global__ void total(const int *from, unsigned long long count, unsigned long long *to) {
+    unsigned long long sum = 0;
+    for (unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; i < count;
+         i += (unsigned long long)gridDim.x * blockDim.x)
+        sum += (unsigned int)from[i];
+    atomicAdd(to, sum);
+}
+"""
+
+
+def other_gpus(r: Rank) -> dict[str, Any]:
+    """A kernel of one GPU reads a region's memory on another, as it may read cudaMalloc's, and NCCL of one process."""
+    import amem
+
+    if torch.cuda.device_count() < 2:
+        raise ranks.NotPossible("two GPUs are needed")
+    try:
+        cupy: Any = importlib.import_module("cupy")
+    except ImportError as error:
+        raise ranks.NotPossible("cupy is needed, to launch a kernel of our own") from error
+    other = torch.device("cuda", 1 - int(r.device.index))
+    count = 16 * MB
+    torch.zeros(1, device=other).copy_(torch.zeros(1, device=r.device))  # torch enables peer access, both ways
+    torch.zeros(1, device=r.device).copy_(torch.zeros(1, device=other))
+    kernel = cupy.RawKernel(READS, "total")
+    tensors = []
+    with amem.region("weights", backup="cpu"):
+        for device in (r.device, other):
+            tensors.append(torch.randint(0, 1 << 20, (count,), dtype=torch.int32, device=device))
+    inputs = [torch.ones(MB, device=device) for device in (r.device, other)]
+    with amem.region("weights", backup="cpu"):
+        summed = [torch.zeros(MB, device=device) for device in (r.device, other)]
+    wanted = [int(t.sum(dtype=torch.int64)) for t in tensors]
+
+    def read(what: str) -> None:
+        for device, tensor, right in zip((other, r.device), tensors, wanted):
+            with torch.cuda.device(device):
+                result = torch.zeros(1, dtype=torch.int64, device=device)
+                torch.cuda.synchronize()
+                with cupy.cuda.Device(device.index):
+                    kernel((64,), (256,), (tensor.data_ptr(), cupy.uint64(count), result.data_ptr()))
+                torch.cuda.synchronize()
+                check(int(result) == right, f"a kernel of {device} read {int(result)} and not {right} {what}")
+        for tensor in summed:
+            tensor.zero_()
+        torch.cuda.nccl.all_reduce(inputs, summed)
+        for tensor in summed:
+            check(bool((tensor == 2).all()), f"an all-reduce of one process is wrong {what}")
+
+    read("at first")
+    for number in range(int(r.params["cycles"])):
+        r.stage(f"cycle {number}")
+        for tags in (("weights",), ()):
+            torch.cuda.synchronize(other)
+            check(amem.pause(*tags).bytes >= 2 * 4 * count, "too little was given back")
+            amem.resume(*tags)
+            read(f"after {tags or 'all'} was paused")
+        r.cycles += 1
+    return {}
+
+
 def left_paused(r: Rank) -> dict[str, Any]:
     """The process ends while its memory is paused, with tensors and a graph that live until Python's end."""
     import amem
@@ -815,10 +943,21 @@ def nccl_graph(r: Rank) -> dict[str, Any]:
     world = r.start()
     r.verify(world, 1 << 24)
     elements = 1 << 22
-    with amem.region("weights", backup="cpu"):
+    holes = bool(r.params.get("holes"))
+    region: Any = amem.region("weights", backup="cpu")
+    if holes:  # the memory that is freed below goes back, to the beginning of a slab
+        torch.cuda.empty_cache()
+        amem.default_region("weights")
+        region = contextlib.nullcontext()
+    with region:
+        first = torch.zeros(elements, dtype=torch.float32, device=r.device)
         source = torch.zeros(elements, dtype=torch.float32, device=r.device)
         total = torch.zeros_like(source)
         parts = torch.zeros(elements * r.world, dtype=torch.float32, device=r.device)
+    del first
+    if holes:
+        torch.cuda.empty_cache()
+        amem.default_region(None)
     torch.cuda.synchronize()
     r.peers.barrier()
     captured: Any = torch.cuda.CUDAGraph()
@@ -941,6 +1080,9 @@ SCENARIOS: dict[str, Callable[[Rank], dict[str, Any]]] = {
         region_rules,
         region_graph,
         default_region,
+        returned,
+        host_memory,
+        other_gpus,
         left_paused,
         shared,
         region_memory,
