@@ -29,11 +29,12 @@ var sockets socketSteps
 
 type socketSteps struct {
 	sync.Mutex
-	names   map[string]string              // of the processes, by the address at which each listens
-	count   map[string]int                 // of steps, by what they are
-	fail    func(step string, n int) error // of the n-th such step; nil: none
-	sending int                            // how many messages
-	conns   map[*net.UnixConn]bool         // kept, since the collector closes what is lost
+	names   map[string]string                  // of the processes, by the address at which each listens
+	count   map[string]int                     // of steps, by what they are
+	fail    func(step string, n int) error     // of the n-th such step; nil: none
+	late    func(step string, n int) *lateness // of the n-th such step; nil: it is in time
+	sending int                                // how many messages
+	conns   map[*net.UnixConn]bool             // kept, since the collector closes what is lost
 }
 
 // asked names a step of who asks the process that listens at the address.
@@ -45,33 +46,46 @@ func (s *socketSteps) asked(address, step string) string {
 }
 
 func init() {
-	peer.Fault = func(c *net.UnixConn, step string) (err error) {
-		sockets.Lock()
-		defer sockets.Unlock()
-		var what string
-		if c == nil {
-			what = sockets.asked(strings.TrimPrefix(step, "dial "), "dial")
-		} else if name := sockets.names[fmt.Sprint(c.LocalAddr())]; name != "" {
-			what = name + " serves: " + step
-		} else {
-			what = sockets.asked(fmt.Sprint(c.RemoteAddr()), step)
-		}
-		if what == "" { // of an earlier test's process, which may be talking still
-			return nil
-		}
-		sockets.conns[c] = true
-		sockets.count[what]++
-		if sockets.fail != nil {
-			err = sockets.fail(what, sockets.count[what])
-		}
-		if strings.HasPrefix(step, "send ") && err == nil {
-			sockets.sending++
-		}
-		if strings.HasPrefix(step, "sent ") {
-			sockets.sending = max(0, sockets.sending-1) // it may have begun before it was watched
+	peer.Fault = func(c *net.UnixConn, step string) error {
+		late, err := sockets.step(c, step)
+		if late != nil {
+			late.wait()
 		}
 		return err
 	}
+}
+
+// step counts a step at a socket. It returns what the step fails with, and what it
+// waits for if it comes late.
+func (s *socketSteps) step(c *net.UnixConn, step string) (late *lateness, err error) {
+	s.Lock()
+	defer s.Unlock()
+	var what string
+	if c == nil {
+		what = s.asked(strings.TrimPrefix(step, "dial "), "dial")
+	} else if name := s.names[fmt.Sprint(c.LocalAddr())]; name != "" {
+		what = name + " serves: " + step
+	} else {
+		what = s.asked(fmt.Sprint(c.RemoteAddr()), step)
+	}
+	if what == "" { // of an earlier test's process, which may be talking still
+		return nil, nil
+	}
+	s.conns[c] = true
+	s.count[what]++
+	if s.fail != nil {
+		err = s.fail(what, s.count[what])
+	}
+	if s.late != nil {
+		late = s.late(what, s.count[what])
+	}
+	if strings.HasPrefix(step, "send ") && err == nil {
+		s.sending++
+	}
+	if strings.HasPrefix(step, "sent ") {
+		s.sending = max(0, s.sending-1) // it may have begun before it was watched
+	}
+	return late, err
 }
 
 // atSockets asks fail for the error of each step, and counts anew. It answers
