@@ -60,6 +60,12 @@ int sim_ordinal(int physical);
 
 enum sim_needs { NEEDS_NOTHING, NEEDS_INIT, NEEDS_CONTEXT };
 
+/* A time, or the name of the file whose appearance ends it. */
+struct sim_pause {
+    unsigned us;
+    char *file; /* NULL: the time counts */
+};
+
 struct sim_function {
     const char *name;   /* what cuGetProcAddress is asked for */
     const char *symbol; /* what the library exports */
@@ -70,6 +76,8 @@ struct sim_function {
     atomic_uint delay_us;
     atomic_uint fault_in; /* calls until the fault; 0: none */
     atomic_int fault_result;
+    atomic_uint wait_in; /* calls until the one that waits; 0: none */
+    struct sim_pause wait; /* how; guarded by a mutex of calls.c */
     struct sim_function *next;
 };
 
@@ -84,13 +92,15 @@ void sim_register(struct sim_function *function);
 bool sim_call_begin(struct sim_call *call);
 CUresult sim_call_end(struct sim_call *call);
 bool sim_calls_configure(const char *delays, const char *faults, const char *log);
+/* Returns when the pause is over, and frees its name. Callers hold no lock. */
+void sim_pause_end(struct sim_pause pause);
 
 /* True on a thread that runs a kernel or a host function. */
 extern _Thread_local bool sim_in_callback;
 
 /* Puts an exported symbol into the list of functions. */
 #define SIM_LIST(name, symbol, since, needs)                                                              \
-    static struct sim_function function_##symbol = {#name, #symbol, (void *)symbol, since, needs, 0, 0, 0, 0, NULL}; \
+    static struct sim_function function_##symbol = {#name, #symbol, (void *)symbol, since, needs, 0, 0, 0, 0, 0, {0, NULL}, NULL}; \
     __attribute__((constructor)) static void register_##symbol(void) { sim_register(&function_##symbol); }
 
 /* Defines a driver function: the exported symbol around the expression body, and its place in the list. */

@@ -454,6 +454,18 @@ class Agent(Rank):
         if self.device.driver.library.cuSimSetFault(function.encode(), number, result):
             raise ValueError(function)
 
+    def delay(self, function: str, number: int = 1, seconds: float = 0, file: str | None = None) -> None:
+        """The driver's function waits in its number-th call from now, for a time or for a file. Simulator only."""
+        wait = self.device.driver.library.cuSimSetDelay
+        if wait(function.encode(), number, int(seconds * 1e6), None if file is None else file.encode()):
+            raise ValueError(function)
+
+    def work(self, seconds: float = 0, file: str | None = None) -> None:
+        """The stream is busy for a time, or until a file appears. Simulator only."""
+        begin = self.device.driver.library.cuSimWork
+        if begin(self.device.stream, int(seconds * 1e6), None if file is None else file.encode()):
+            raise ValueError("cuSimWork")
+
     def forked(self, verb: str) -> Any:
         """A command's answer in a child of fork()."""
         answers, child_answers = os.pipe()
