@@ -22,7 +22,9 @@
 
 /* Results of the driver that only the simulator needs. */
 enum {
+    CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217,
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
+    CUDA_ERROR_PEER_ACCESS_NOT_ENABLED = 705,
     CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
     CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
@@ -50,6 +52,7 @@ struct sim_config {
     uint64_t granularity;
     bool multicast;
     bool fabric;
+    bool p2p;
 };
 extern struct sim_config sim_config;
 bool sim_config_read(void);

@@ -12,6 +12,7 @@
  *   AMEM_SIM_FAULTS       "cuMemMap:3:2": the third call from now fails with 2
  *   AMEM_SIM_MULTICAST    1: devices offer multicast (default 1)
  *   AMEM_SIM_FABRIC       1: devices offer FABRIC handles (default 0)
+ *   AMEM_SIM_P2P          1: devices can reach each other's memory (default 1)
  *   AMEM_SIM_LOG          a file to which each call is written with its result
  */
 #ifndef AMEM_SIM_H

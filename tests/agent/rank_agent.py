@@ -136,6 +136,26 @@ class Agent(Rank):
         at = self.tensors[tensor]
         return self.device.read(at.pointer, at.size) == random_bytes(seed, at.size)
 
+    def reach(self, device: int, peer: int) -> None:
+        """PyTorch enables a device's access to a peer's memory, as before its first copy between the two."""
+        self.refused(self.torch().c10_reach(device, peer))
+        self.device.make_current()
+
+    def seen_by(self, device: int, tensor: int, seed: int) -> bool:
+        """Whether another device of this process, which has the memory read by itself, sees what holds() does."""
+        at = self.tensors[tensor]
+        try:
+            return Device(self.device.driver, device).read(at.pointer, at.size) == random_bytes(seed, at.size)
+        finally:
+            self.device.make_current()
+
+    def write_by(self, device: int, tensor: int, seed: int) -> None:
+        at = self.tensors[tensor]
+        try:
+            Device(self.device.driver, device).write(at.pointer, random_bytes(seed, at.size))
+        finally:
+            self.device.make_current()
+
     def deallocate(self, tensor: int) -> None:
         gone = self.tensors.pop(tensor)
         assert gone.functions is not None

@@ -411,10 +411,48 @@ def run_peer_access(peer: Peer) -> None:
     driver.do("cuCtxEnablePeerAccess", owner, 0)
     assert driver.call("cuCtxEnablePeerAccess", owner, 0) == 704
     assert driver.read(block, 4) == b"\7\7\7\7"
+    check = driver.library.cuSimCheckAccess
+    check(1, U64(block), Size(4096), 1)
+    # Memory that is mapped has its own list of devices, whatever is enabled.
+    driver.use(0)
+    mapped = driver.map(driver.create())
+    driver.use(1)
+    assert driver.call("cuMemcpyDtoH_v2", buffer, U64(mapped), Size(4)) == INVALID_VALUE
+    assert driver.access(mapped, GRAIN) == 0
+    assert driver.read(mapped, 4) == b"\0\0\0\0"
+    own = driver.alloc(4096)
+    driver.use(0)
+    assert driver.call("cuMemcpyDtoH_v2", buffer, U64(own), Size(4)) == INVALID_VALUE, "it is of one direction"
+    driver.use(1)
+    driver.do("cuCtxDisablePeerAccess", owner)
+    assert driver.call("cuCtxDisablePeerAccess", owner) == 705
+    assert driver.call("cuMemcpyDtoH_v2", buffer, U64(block), Size(4)) == INVALID_VALUE
+    assert driver.read(mapped, 4) == b"\0\0\0\0", "cuMemSetAccess needs no peer access"
+    peer.send("disabled")
+    check(1, U64(block), Size(4), 0)
 
 
 def test_peer_access_opens_cuMemAlloc_memory(start: Start) -> None:
-    start(run_peer_access).finish()
+    process = start(run_peer_access)
+    assert process.value() == "disabled"
+    status, errors = process.wait()
+    assert status == -signal.SIGABRT and "device 1 may not read 4 bytes" in errors
+
+
+def run_without_p2p(peer: Peer) -> None:
+    driver = Driver()
+    owner = Pointer(driver.context.value)
+    mapped = driver.map(driver.create())
+    can = ctypes.c_int(-1)
+    driver.do("cuDeviceCanAccessPeer", ctypes.byref(can), 1, 0)
+    assert can.value == 0
+    driver.use(1)
+    assert driver.call("cuCtxEnablePeerAccess", owner, 0) == 217
+    assert driver.access(mapped, GRAIN) == 101
+
+
+def test_devices_that_cant_reach_each_other(start: Start) -> None:
+    start(run_without_p2p, AMEM_SIM_P2P="0").finish()
 
 
 # ---- contexts, streams, events, graphs ----
