@@ -87,6 +87,7 @@ static amem_status load(void) {
         .launches = &driver_launches,
         .paused_regions = &runtime_paused_regions,
         .margin = &region_margin,
+        .reached = region_reached,
     };
     amem_status result = (amem_status)init(&host, &core, status_text);
     if (result == AMEM_OK && (core.abi != AMEM_CORE_ABI || strcmp(core.version, AMEM_VERSION))) {

@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 5
+#define AMEM_CORE_ABI 6
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -53,6 +53,7 @@ struct amem_host {
     const int *launches; /* how many kernel launches are under way, accessed atomically */
     int *paused_regions; /* how many regions are paused, accessed atomically */
     const size_t *margin; /* bytes that regions leave free on a device, accessed atomically */
+    const uint64_t *reached; /* of AMEM_DEVICES devices: a bit for each that has peer access to it, accessed atomically */
 };
 
 #define AMEM_ERROR_TEXT 1024
@@ -110,6 +111,8 @@ struct amem_core {
     int (*deallocate)(int region, CUdeviceptr ptr, char *text);
     int (*free_memory)(CUdeviceptr ptr, char *text); /* of whichever region; AMEM_PASS: of none */
     int (*memory_state)(CUdeviceptr ptr); /* an amem_state_t */
+    int (*reach)(int device, char *text); /* more devices have peer access to the device: see amem_host.reached */
+    int (*device_of)(CUcontext context, int *device); /* NULL: the calling thread's */
     int (*read_backup)(CUdeviceptr ptr, size_t size, void *to, char *text);
     int (*find_backup)(CUdeviceptr ptr, size_t size, const void **backup, char *text);
     int (*set_disk_directory)(const char *path, int named, char *text);
@@ -125,6 +128,7 @@ struct amem_core {
 };
 
 #define AMEM_REGIONS 128
+#define AMEM_DEVICES 64 /* as many as the bits of amem_host.reached */
 #define AMEM_IPC_HANDLE 64
 #define AMEM_IPC_MAGIC "amemipc\1"
 

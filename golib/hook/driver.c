@@ -39,6 +39,7 @@ static struct {
     CUresult (*GetProcAddress)(const char *, void **, int, cuuint64_t);
     CUresult (*GetProcAddress_v2)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *);
     CUresult (*GetErrorString)(CUresult, const char **);
+    CUresult (*CtxEnablePeerAccess)(CUcontext, unsigned int);
     CUresult (*MemCreate)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long);
     CUresult (*MemRelease)(CUmemGenericAllocationHandle);
     CUresult (*MemRetainAllocationHandle)(CUmemGenericAllocationHandle *, void *);
@@ -68,6 +69,21 @@ static struct {
     const struct amem_core *core = core_loaded();           \
     CUresult result = core ? core->core_call : AMEM_PASS;   \
     return result == AMEM_PASS ? real.driver_call : result
+
+enum { PEER_ACCESS_ALREADY_ENABLED = 704 };
+
+/* Between GPUs of one process NCCL's kernels use the peer's buffers, the program's among them, as they are (p2p.cc). */
+static CUresult enable_peer_access(CUcontext peer, unsigned int flags) {
+    char text[AMEM_ERROR_TEXT] = "";
+    int from, to;
+    const struct amem_core *core = core_loaded();
+    CUresult result = real.CtxEnablePeerAccess(peer, flags);
+    if ((result && result != PEER_ACCESS_ALREADY_ENABLED) || !core) return result;
+    if (core->device_of(NULL, &from) || core->device_of(peer, &to)) return result;
+    if (region_reach(from, to, text) == AMEM_OK) return result;
+    log_line(LOG_ERROR, "%s", text);
+    return refuse(CUDA_ERROR_UNKNOWN, "amem could not give a peer GPU access to regions' memory; amem's log says why");
+}
 
 static CUresult granularity(size_t *bytes, const CUmemAllocationProp *prop, CUmemAllocationGranularity_flags flag) {
     CUresult result = real.MemGetAllocationGranularity(bytes, prop, flag);
@@ -276,6 +292,7 @@ static const struct {
     void *real; /* where the real function is stored */
 } wrappers[] = {
     {"cuGetErrorString", error_string, &real.GetErrorString},
+    {"cuCtxEnablePeerAccess", enable_peer_access, &real.CtxEnablePeerAccess},
     {"cuMemCreate", create, &real.MemCreate},
     {"cuMemRelease", release, &real.MemRelease},
     {"cuMemRetainAllocationHandle", retain, &real.MemRetainAllocationHandle},

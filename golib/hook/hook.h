@@ -81,6 +81,9 @@ bool region_has_default(void);
 int region_allocate_default(size_t size, int device, CUdeviceptr *ptr, char *text);
 bool region_gave_default(void); /* there was a default region, and it gave memory */
 extern size_t region_margin;    /* bytes that regions leave free on a device */
+extern uint64_t region_reached[AMEM_DEVICES]; /* as amem_host.reached */
+/* Device from has got peer access to device to: that is to regions' memory too. An amem_status. */
+int region_reach(int from, int to, char *text);
 
 /* api.c */
 extern struct amem_config config;

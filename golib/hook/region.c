@@ -14,6 +14,19 @@
 enum { MAX_TAG = 64 };
 
 size_t region_margin;
+uint64_t region_reached[AMEM_DEVICES];
+
+/* Noted first: a core that is loaded meanwhile makes memory as this says. */
+int region_reach(int from, int to, char *text) {
+    if ((unsigned)from >= AMEM_DEVICES || (unsigned)to >= AMEM_DEVICES) {
+        snprintf(text, AMEM_ERROR_TEXT, "regions' memory of GPU %d can't be reached from GPU %d: amem knows %d GPUs", to, from,
+                 AMEM_DEVICES);
+        return AMEM_ERROR_INTERNAL;
+    }
+    __atomic_fetch_or(&region_reached[to], UINT64_C(1) << from, __ATOMIC_SEQ_CST);
+    const struct amem_core *core = core_loaded();
+    return core ? core->reach(to, text) : AMEM_OK;
+}
 
 /* The tags of the regions that this process has asked for, by number. */
 static _Atomic(char *) tags[AMEM_REGIONS];

@@ -19,6 +19,7 @@ enum {
     MEMORY_ALLOCATION = 2,
     ILLEGAL_STATE = 401,
     NOT_SUPPORTED = 801,
+    PEER_ACCESS_ALREADY_ENABLED = 704,
     UNKNOWN = 999
 };
 
@@ -28,6 +29,7 @@ typedef struct {
 
 static struct {
     int (*GetDevice)(int *);
+    int (*DeviceEnablePeerAccess)(int, unsigned int);
     int (*Malloc)(void **, size_t);
     int (*Free)(void *);
     int (*IpcGetMemHandle)(ipc_handle *, void *);
@@ -93,6 +95,16 @@ static int free_(void *ptr) {
     int status = core ? core->free_memory(at(ptr), text) : AMEM_PASS;
     if (status == AMEM_PASS) return real.Free(ptr);
     return status == AMEM_OK ? SUCCESS : refuse_status(status, text);
+}
+
+/* cudaMalloc's memory is the peer's by this call alone; a region's must be given to it. */
+static int device_enable_peer_access(int peer, unsigned int flags) {
+    char text[AMEM_ERROR_TEXT] = "";
+    int device, result = real.DeviceEnablePeerAccess(peer, flags);
+    if ((result != SUCCESS && result != PEER_ACCESS_ALREADY_ENABLED) || !real.GetDevice || real.GetDevice(&device))
+        return result;
+    int status = region_reach(device, peer, text);
+    return status == AMEM_OK ? result : refuse_status(status, text);
 }
 
 static int ipc_get_mem_handle(ipc_handle *handle, void *ptr) {
@@ -166,6 +178,7 @@ static const struct {
 } wrappers[] = {
     {"cudaGetDevice", NULL, &real.GetDevice},
     {"cudaMalloc", malloc_, &real.Malloc},
+    {"cudaDeviceEnablePeerAccess", device_enable_peer_access, &real.DeviceEnablePeerAccess},
     {"cudaFree", free_, &real.Free},
     {"cudaGetErrorString", get_error_string, &real.GetErrorString},
     {"cudaIpcGetMemHandle", ipc_get_mem_handle, &real.IpcGetMemHandle},

@@ -101,7 +101,7 @@ func (s *Session) region(tag string, backup Backup) (*Region, int, error) {
 	}
 	r := &Region{session: s, tag: tag, backup: backup, turn: make(chan struct{}, 1), space: vmm.New(s.driver, vmm.Options{
 		Arena: true, Timeout: s.options.Timeout, Region: tag, Discard: backup == BackupNone, Numbers: &s.regions.numbers,
-		Margin: s.options.Margin,
+		Margin: s.options.Margin, Reached: s.options.Reached,
 	})}
 	r.space.SetPeers(s.regions.share.node)
 	s.regions.list = append(s.regions.list, r)
@@ -119,6 +119,30 @@ func (s *Session) Allocate(number int, size uint64, device int32) (cuda.Ptr, err
 		return 0, fmt.Errorf("region %q: %w", r.tag, err)
 	}
 	return p, nil
+}
+
+// Reach gives regions' memory of a device to the devices that have peer access to
+// it now, as the driver does with cudaMalloc's.
+func (s *Session) Reach(device int32) error {
+	var errs []error
+	for _, r := range s.allRegions() {
+		if err := r.space.Reach(device); err != nil {
+			errs = append(errs, fmt.Errorf("region %q: %w", r.tag, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// DeviceOf returns the device of a context; 0 is the calling thread's.
+func (s *Session) DeviceOf(ctx cuda.Context) (device int32, err error) {
+	if ctx == 0 {
+		return s.driver.CurrentDevice()
+	}
+	err = s.driver.With(ctx, func() (err error) {
+		device, err = s.driver.CurrentDevice()
+		return err
+	})
+	return device, err
 }
 
 // Free gives memory of the region of a number back.

@@ -72,6 +72,8 @@ type Options struct {
 	Paused func(more int)
 	// Margin answers how many bytes of a device regions leave free. nil: none.
 	Margin func() uint64
+	// Reached answers which devices have peer access to a device, by bits. nil: none.
+	Reached func(device int32) uint64
 }
 
 // Session is the pausable memory of this process: NCCL's, and that of regions.

@@ -245,6 +245,8 @@ static CUresult check_access(uint64_t base, uint64_t size, const CUmemAccessDesc
             int area = mapping->physical->trailer.area;
             if (bit == HOST_BIT && area != AREA_HOST)
                 return CUDA_ERROR_NOT_SUPPORTED; /* as the real driver, of memory on a device */
+            if (bit != HOST_BIT && area < SIM_MAX_DEVICES && sim_config.physical[access[i].location.id] != area && !sim_config.p2p)
+                return CUDA_ERROR_INVALID_DEVICE;
             if (area == AREA_MULTICAST && flags
                 && !sim_multicast_bound(mapping->physical, 1u << sim_config.physical[access[i].location.id]))
                 return CUDA_ERROR_ILLEGAL_STATE;

@@ -11,7 +11,7 @@
 
 #include "internal.h"
 
-enum { LONGEST_SPIN_US = 200, LARGEST_RESULT = 1000, LONGEST_NAME = 64, LONGEST_DELAY_US = 600 * 1000 * 1000 };
+enum { LONGEST_HOLD_MS = 600 * 1000, LONGEST_SPIN_US = 200, LARGEST_RESULT = 1000, LONGEST_NAME = 64, LONGEST_DELAY_US = 600 * 1000 * 1000 };
 
 struct sim_function *sim_functions;
 _Thread_local bool sim_in_callback;
@@ -49,12 +49,69 @@ static void delay(unsigned us)
         ;
 }
 
-static bool fault_is_due(struct sim_function *function)
+/* Says that the wait has begun, so that who makes the file knows when. */
+static void wait_for_file(const char *file)
 {
-    unsigned left = atomic_load(&function->fault_in);
-    while (left && !atomic_compare_exchange_weak(&function->fault_in, &left, left - 1))
+    char held[4096];
+    snprintf(held, sizeof held, "%s.held", file);
+    int fd = open(held, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+    if (fd >= 0)
+        close(fd);
+    for (int ms = 0; access(file, F_OK); ms++) {
+        if (ms == LONGEST_HOLD_MS) {
+            fprintf(stderr, "simulated driver: no file %s after %d s: going on\n", file, LONGEST_HOLD_MS / 1000);
+            break;
+        }
+        delay(1000);
+    }
+    unlink(held);
+}
+
+void sim_pause_end(struct sim_pause pause)
+{
+    if (pause.file)
+        wait_for_file(pause.file);
+    else
+        delay(pause.us);
+    free(pause.file);
+}
+
+/* Counts a call down. True for the call that was counted for. */
+static bool is_due(atomic_uint *calls)
+{
+    unsigned left = atomic_load(calls);
+    while (left && !atomic_compare_exchange_weak(calls, &left, left - 1))
         ;
     return left == 1;
+}
+
+static pthread_mutex_t waits_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static bool set_wait(const char *name, unsigned n, unsigned us, const char *file)
+{
+    bool copied = true;
+    pthread_mutex_lock(&waits_lock);
+    for (struct sim_function *f = sim_functions; f; f = f->next)
+        if (is_named(f, name)) {
+            atomic_store(&f->wait_in, 0);
+            free(f->wait.file);
+            f->wait = (struct sim_pause){us, file ? strdup(file) : NULL};
+            copied = copied && (!file || f->wait.file);
+            atomic_store(&f->wait_in, n);
+        }
+    pthread_mutex_unlock(&waits_lock);
+    return copied;
+}
+
+static void wait_if_due(struct sim_function *function)
+{
+    if (!is_due(&function->wait_in))
+        return;
+    pthread_mutex_lock(&waits_lock);
+    struct sim_pause pause = function->wait;
+    function->wait.file = NULL;
+    pthread_mutex_unlock(&waits_lock);
+    sim_pause_end(pause);
 }
 
 /* Says whether to run the function's body; if not, call->result says why. */
@@ -71,7 +128,8 @@ bool sim_call_begin(struct sim_call *call)
     unsigned us = atomic_load(&function->delay_us);
     if (us)
         delay(us);
-    if (fault_is_due(function)) {
+    wait_if_due(function);
+    if (is_due(&function->fault_in)) {
         call->result = atomic_load(&function->fault_result);
         if (call->result > 0)
             return false;
@@ -142,17 +200,38 @@ static bool parse_name(const char **text, char separator, char name[LONGEST_NAME
     return count_named(name) > 0;
 }
 
+/* The value of one "name=value" or "name:n=value": a time, or of an n-th call also a file's name. n is 0 for each call. */
+static bool parse_delay(const char **text, const char *name, unsigned n)
+{
+    char file[4096];
+    size_t length = strcspn(*text, ",");
+    unsigned us;
+    if (n && **text == '/' && length < sizeof file) {
+        memcpy(file, *text, length);
+        file[length] = 0;
+        *text += length;
+        return set_wait(name, n, 0, file);
+    }
+    if (!parse_number(text, LONGEST_DELAY_US, &us))
+        return false;
+    if (n)
+        return set_wait(name, n, us, NULL);
+    for (struct sim_function *f = sim_functions; f; f = f->next)
+        if (is_named(f, name))
+            atomic_store(&f->delay_us, us);
+    return true;
+}
+
 static bool parse_delays(const char *text)
 {
     while (*text) {
         char name[LONGEST_NAME];
-        unsigned us;
-        if (!parse_name(&text, '=', name) || !parse_number(&text, LONGEST_DELAY_US, &us)
-            || (*text && (*text++ != ',' || !*text)))
+        unsigned n = 0;
+        bool numbered = text[strcspn(text, ":=")] == ':';
+        if (!parse_name(&text, numbered ? ':' : '=', name)
+            || (numbered && (!parse_number(&text, 1u << 30, &n) || !n || *text++ != '='))
+            || !parse_delay(&text, name, n) || (*text && (*text++ != ',' || !*text)))
             return false;
-        for (struct sim_function *f = sim_functions; f; f = f->next)
-            if (is_named(f, name))
-                atomic_store(&f->delay_us, us);
     }
     return true;
 }
@@ -174,7 +253,7 @@ static bool parse_faults(const char *text)
 bool sim_calls_configure(const char *delays, const char *faults, const char *log)
 {
     if (delays && !parse_delays(delays)) {
-        fprintf(stderr, "simulated driver: AMEM_SIM_DELAYS=%s: expected cuFunction=MICROSECONDS,... of known functions\n",
+        fprintf(stderr, "simulated driver: AMEM_SIM_DELAYS=%s: expected cuFunction=MICROSECONDS, cuFunction:N=MICROSECONDS or cuFunction:N=/FILE,... of known functions\n",
                 delays);
         return false;
     }
@@ -203,6 +282,15 @@ static CUresult set_named_fault(const char *name, unsigned n, CUresult result)
     return CUDA_SUCCESS;
 }
 
+static CUresult set_named_delay(const char *name, unsigned n, unsigned us, const char *file)
+{
+    if (!name || !count_named(name))
+        return CUDA_ERROR_NOT_FOUND;
+    if (us > LONGEST_DELAY_US || (file && (us || !*file)))
+        return CUDA_ERROR_INVALID_VALUE;
+    return set_wait(name, n, us, file) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 static CUresult call_count(const char *name, unsigned long long *count)
 {
     if (!name || !count)
@@ -218,5 +306,7 @@ static CUresult call_count(const char *name, unsigned long long *count)
 
 SIM_FUNCTION(cuSimSetFault, cuSimSetFault, 0, NEEDS_NOTHING, (const char *function, unsigned n, CUresult result),
              set_named_fault(function, n, result))
+SIM_FUNCTION(cuSimSetDelay, cuSimSetDelay, 0, NEEDS_NOTHING, (const char *function, unsigned n, unsigned us, const char *file),
+             set_named_delay(function, n, us, file))
 SIM_FUNCTION(cuSimCallCount, cuSimCallCount, 0, NEEDS_NOTHING, (const char *function, unsigned long long *count),
              call_count(function, count))

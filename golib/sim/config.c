@@ -87,12 +87,13 @@ static bool read_folder(void)
 
 bool sim_config_read(void)
 {
-    uint64_t devices, multicast, fabric;
+    uint64_t devices, multicast, fabric, p2p;
     if (!read_number("AMEM_SIM_DEVICES", 8, 0, SIM_MAX_DEVICES, &devices)
         || !read_number("AMEM_SIM_MEMORY", UINT64_C(4) << 30, 1, UINT64_C(1) << 45, &sim_config.memory)
         || !read_number("AMEM_SIM_GRANULARITY", 2 << 20, 4096, 1 << 30, &sim_config.granularity)
         || !read_number("AMEM_SIM_MULTICAST", 1, 0, 1, &multicast)
-        || !read_number("AMEM_SIM_FABRIC", 0, 0, 1, &fabric))
+        || !read_number("AMEM_SIM_FABRIC", 0, 0, 1, &fabric)
+        || !read_number("AMEM_SIM_P2P", 1, 0, 1, &p2p))
         return false;
     if (sim_config.granularity & (sim_config.granularity - 1)
         || sim_config.granularity % (uint64_t)sysconf(_SC_PAGESIZE)) {
@@ -103,6 +104,7 @@ bool sim_config_read(void)
     sim_config.devices = (int)devices;
     sim_config.multicast = multicast;
     sim_config.fabric = fabric;
+    sim_config.p2p = p2p;
     return read_folder() && read_visible_devices()
         && sim_calls_configure(getenv("AMEM_SIM_DELAYS"), getenv("AMEM_SIM_FAULTS"), getenv("AMEM_SIM_LOG"));
 }

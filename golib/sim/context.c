@@ -148,8 +148,18 @@ static CUresult enable_peer(CUcontext current, CUcontext peer, unsigned flags)
         return CUDA_ERROR_INVALID_VALUE;
     if (!peer || !is_context(peer) || peer == current || !is_live(peer))
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (!sim_config.p2p)
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
     unsigned bit = 1u << peer->device;
     return atomic_fetch_or(&current->peers, bit) & bit ? CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED : CUDA_SUCCESS;
+}
+
+static CUresult disable_peer(CUcontext current, CUcontext peer)
+{
+    if (!peer || !is_context(peer))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    unsigned bit = 1u << peer->device;
+    return atomic_fetch_and(&current->peers, ~bit) & bit ? CUDA_SUCCESS : CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
 }
 
 SIM_FUNCTION(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000, NEEDS_INIT, (CUcontext *context, CUdevice device),
@@ -163,3 +173,5 @@ SIM_FUNCTION(cuCtxGetDevice, cuCtxGetDevice, 2000, NEEDS_CONTEXT, (CUdevice *dev
 SIM_FUNCTION(cuCtxSynchronize, cuCtxSynchronize, 2000, NEEDS_CONTEXT, (void), synchronize(call.context))
 SIM_FUNCTION(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess, 4000, NEEDS_CONTEXT, (CUcontext peer, unsigned flags),
              enable_peer(call.context, peer, flags))
+SIM_FUNCTION(cuCtxDisablePeerAccess, cuCtxDisablePeerAccess, 4000, NEEDS_CONTEXT, (CUcontext peer),
+             disable_peer(call.context, peer))

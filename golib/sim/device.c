@@ -168,7 +168,7 @@ static CUresult can_access_peer(int *can, CUdevice device, CUdevice peer)
         return CUDA_ERROR_INVALID_VALUE;
     if (!is_device(device) || !is_device(peer))
         return CUDA_ERROR_INVALID_DEVICE;
-    *can = device != peer;
+    *can = device != peer && sim_config.p2p;
     return CUDA_SUCCESS;
 }
 
@@ -191,6 +191,8 @@ static const struct {
     {CUDA_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "not found"},
     {CUDA_ERROR_NOT_READY, "CUDA_ERROR_NOT_READY", "not ready"},
     {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal address"},
+    {CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "no peer access between the two devices"},
+    {CUDA_ERROR_PEER_ACCESS_NOT_ENABLED, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED", "peer access has not been enabled"},
     {CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
     {CUDA_ERROR_CONTEXT_IS_DESTROYED, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "context is destroyed"},
     {CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "host memory is already registered"},

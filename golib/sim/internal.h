@@ -22,7 +22,9 @@
 
 /* Results of the driver that only the simulator needs. */
 enum {
+    CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217,
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
+    CUDA_ERROR_PEER_ACCESS_NOT_ENABLED = 705,
     CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
     CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
@@ -50,6 +52,7 @@ struct sim_config {
     uint64_t granularity;
     bool multicast;
     bool fabric;
+    bool p2p;
 };
 extern struct sim_config sim_config;
 bool sim_config_read(void);
@@ -59,6 +62,12 @@ int sim_ordinal(int physical);
 /* ---- calls.c: what happens around each function ---- */
 
 enum sim_needs { NEEDS_NOTHING, NEEDS_INIT, NEEDS_CONTEXT };
+
+/* A time, or the name of the file whose appearance ends it. */
+struct sim_pause {
+    unsigned us;
+    char *file; /* NULL: the time counts */
+};
 
 struct sim_function {
     const char *name;   /* what cuGetProcAddress is asked for */
@@ -70,6 +79,8 @@ struct sim_function {
     atomic_uint delay_us;
     atomic_uint fault_in; /* calls until the fault; 0: none */
     atomic_int fault_result;
+    atomic_uint wait_in; /* calls until the one that waits; 0: none */
+    struct sim_pause wait; /* how; guarded by a mutex of calls.c */
     struct sim_function *next;
 };
 
@@ -84,13 +95,15 @@ void sim_register(struct sim_function *function);
 bool sim_call_begin(struct sim_call *call);
 CUresult sim_call_end(struct sim_call *call);
 bool sim_calls_configure(const char *delays, const char *faults, const char *log);
+/* Returns when the pause is over, and frees its name. Callers hold no lock. */
+void sim_pause_end(struct sim_pause pause);
 
 /* True on a thread that runs a kernel or a host function. */
 extern _Thread_local bool sim_in_callback;
 
 /* Puts an exported symbol into the list of functions. */
 #define SIM_LIST(name, symbol, since, needs)                                                              \
-    static struct sim_function function_##symbol = {#name, #symbol, (void *)symbol, since, needs, 0, 0, 0, 0, NULL}; \
+    static struct sim_function function_##symbol = {#name, #symbol, (void *)symbol, since, needs, 0, 0, 0, 0, 0, {0, NULL}, NULL}; \
     __attribute__((constructor)) static void register_##symbol(void) { sim_register(&function_##symbol); }
 
 /* Defines a driver function: the exported symbol around the expression body, and its place in the list. */

@@ -103,6 +103,43 @@ static CUresult launch_host(CUcontext current, CUstream stream, CUhostFn functio
     return sim_submit(current, stream, operation, false);
 }
 
+/* On the stream's thread. */
+static void work_until(void *data)
+{
+    struct sim_pause *pause = data;
+    sim_pause_end(*pause);
+    free(pause);
+}
+
+static bool is_capturing(CUcontext context, CUstream handle)
+{
+    pthread_mutex_lock(&sim_work_lock);
+    CUstream stream = sim_stream_find(context, handle);
+    bool capturing = stream && stream->capture;
+    pthread_mutex_unlock(&sim_work_lock);
+    return capturing;
+}
+
+static CUresult work(CUcontext current, CUstream stream, unsigned us, const char *file)
+{
+    if (file && us)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (is_capturing(current, stream)) /* it is for one run */
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    struct sim_pause *pause = malloc(sizeof *pause);
+    if (!pause)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *pause = (struct sim_pause){us, file ? strdup(file) : NULL};
+    CUresult result = file && !pause->file ? CUDA_ERROR_OUT_OF_MEMORY : launch_host(current, stream, work_until, pause);
+    if (result) {
+        free(pause->file);
+        free(pause);
+    }
+    return result;
+}
+
+SIM_FUNCTION(cuSimWork, cuSimWork, 0, NEEDS_CONTEXT, (CUstream stream, unsigned us, const char *file),
+             work(call.context, stream, us, file))
 SIM_FUNCTION(cuSimFunctionCreate, cuSimFunctionCreate, 0, NEEDS_INIT,
              (CUfunction *function, cuSimKernel kernel, int nparams, const size_t *paramSizes),
              create(function, kernel, nparams, paramSizes))

@@ -7,10 +7,12 @@
  *   AMEM_SIM_DEVICES      number of devices (default 8)
  *   AMEM_SIM_MEMORY       bytes of memory a device (default 4 GiB; sparse)
  *   AMEM_SIM_GRANULARITY  allocation granularity in bytes (default 2 MiB)
- *   AMEM_SIM_DELAYS       "cuMemSetAccess=22,cuMemCreate=6": microseconds a call
+ *   AMEM_SIM_DELAYS       "cuMemSetAccess=22,cuMemMap:3=9000000,cuMemUnmap:1=/tmp/go": microseconds
+ *                         each call, the third call, the first call until the file exists
  *   AMEM_SIM_FAULTS       "cuMemMap:3:2": the third call from now fails with 2
  *   AMEM_SIM_MULTICAST    1: devices offer multicast (default 1)
  *   AMEM_SIM_FABRIC       1: devices offer FABRIC handles (default 0)
+ *   AMEM_SIM_P2P          1: devices can reach each other's memory (default 1)
  *   AMEM_SIM_LOG          a file to which each call is written with its result
  */
 #ifndef AMEM_SIM_H
@@ -45,6 +47,22 @@ void cuSimCheckAccess(CUdevice dev, CUdeviceptr ptr, size_t size, int write);
  * the signal -result instead, and goes on if that returns.
  */
 CUresult cuSimSetFault(const char *function, unsigned n, CUresult result);
+
+/*
+ * The n-th call of the named function from now (1: the next), in this process
+ * alone, waits before it does anything: us microseconds, or, with a file's name,
+ * until the file exists. While the call waits for FILE, FILE.held exists, so that
+ * others know when the call is under way. n = 0 clears, and lets nothing go that
+ * waits already.
+ */
+CUresult cuSimSetDelay(const char *function, unsigned n, unsigned us, const char *file);
+
+/*
+ * Work on the stream that takes us microseconds, or, with a file's name, lasts
+ * until the file exists; FILE.held exists while it runs. A GPU that is busy: what
+ * waits for the stream or for the context waits for this too.
+ */
+CUresult cuSimWork(CUstream stream, unsigned us, const char *file);
 
 /* How often the named function was called in this process since cuInit. */
 CUresult cuSimCallCount(const char *function, unsigned long long *count);

@@ -33,6 +33,9 @@ static CUresult amem_test_set_current(CUcontext context) {
 static CUresult amem_test_set_fault(const char *name, unsigned n, CUresult result) {
     AMEM_TEST_CALL("cuSimSetFault", (const char *, unsigned, CUresult), (name, n, result));
 }
+static CUresult amem_test_set_delay(const char *name, unsigned n, unsigned us) {
+    AMEM_TEST_CALL("cuSimSetDelay", (const char *, unsigned, unsigned, const char *), (name, n, us, NULL));
+}
 static CUresult amem_test_call_count(const char *name, unsigned long long *count) {
     AMEM_TEST_CALL("cuSimCallCount", (const char *, unsigned long long *), (name, count));
 }
@@ -73,6 +76,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"testing"
+	"time"
 	"unsafe"
 
 	"amem/golib/cuda"
@@ -195,6 +199,20 @@ func Fault(t testing.TB, function string, n int, result cuda.Result) {
 		name := C.CString(function)
 		defer C.free(unsafe.Pointer(name))
 		C.amem_test_set_fault(name, 0, 0)
+	})
+}
+
+// Delay makes the n-th call of the driver's function from now wait before it does
+// anything; 0 undoes it.
+func Delay(t testing.TB, function string, n int, wait time.Duration) {
+	t.Helper()
+	name := C.CString(function)
+	defer C.free(unsafe.Pointer(name))
+	check(t, "cuSimSetDelay", C.amem_test_set_delay(name, C.uint(n), C.uint(wait.Microseconds())))
+	t.Cleanup(func() {
+		name := C.CString(function)
+		defer C.free(unsafe.Pointer(name))
+		C.amem_test_set_delay(name, 0, 0)
 	})
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/bits"
 	"slices"
 
 	"amem/golib/cuda"
@@ -202,22 +203,71 @@ func (s *Space) Open(d Descriptor) (cuda.Ptr, error) {
 	if err != nil {
 		return 0, err
 	}
-	p, err := s.give(id, cuda.Access{LocationType: cuda.LocationDevice, Location: device, Flags: cuda.ReadWrite})
+	p, err := s.give(id, device)
 	if err != nil {
 		return 0, errors.Join(err, s.Release(id))
 	}
 	return p, nil
 }
 
-// give gives access to a handle's memory, and answers where it is.
-func (s *Space) give(id cuda.Handle, access cuda.Access) (cuda.Ptr, error) {
+// accessFor lists who uses memory that is a device's: the device, and those that
+// have peer access to it. They are in order, since memory is put together only where
+// all have the same access.
+func (s *Space) accessFor(device int32) []cuda.Access {
+	reached := uint64(1) << device
+	if s.options.Reached != nil {
+		reached |= s.options.Reached(device)
+	}
+	var list []cuda.Access
+	for ; reached != 0; reached &= reached - 1 {
+		list = append(list, cuda.Access{LocationType: cuda.LocationDevice, Location: int32(bits.TrailingZeros64(reached)), Flags: cuda.ReadWrite})
+	}
+	return list
+}
+
+// Reach gives the devices that have peer access to a device access to the memory
+// that it uses: its own, and what was opened for it. What is paused, it has
+// from the resume on.
+func (s *Space) Reach(device int32) error {
+	s.structure.Lock() // no memory is being made, nor mapped, meanwhile
+	defer s.structure.Unlock()
+	access := s.accessFor(device)
+	own := cuda.Access{LocationType: cuda.LocationDevice, Location: device, Flags: cuda.ReadWrite}
+	s.mu.Lock()
+	seen := map[*memory]*block{}
+	for _, b := range s.blocks {
+		seen[b.mem] = b
+	}
+	for _, b := range s.imports {
+		seen[b.mem] = b
+	}
+	s.mu.Unlock()
+	var errs []error
+	for m, b := range seen {
+		if (m.owner == nil && m.prop.Location != device) || (m.owner != nil && !slices.Contains(m.access, own)) {
+			continue
+		}
+		if err := s.widen(b, access); err != nil {
+			errs = append(errs, fmt.Errorf("give GPUs with peer access to GPU %d its memory: %w", device, err))
+			continue
+		}
+		s.mu.Lock()
+		m.access = slices.SortedFunc(slices.Values(m.access), func(a, b cuda.Access) int { return int(a.Location - b.Location) })
+		s.mu.Unlock()
+	}
+	return errors.Join(errs...)
+}
+
+// give gives a device, and those with peer access to it, access to a handle's
+// memory, and answers where it is.
+func (s *Space) give(id cuda.Handle, device int32) (cuda.Ptr, error) {
 	s.structure.RLock()
 	defer s.structure.RUnlock()
 	h, err := s.lookup(id)
 	if err != nil {
 		return 0, err
 	}
-	return h.block.home + cuda.Ptr(h.off), s.widen(h.block, []cuda.Access{access})
+	return h.block.home + cuda.Ptr(h.off), s.widen(h.block, s.accessFor(device))
 }
 
 // Close undoes one Open. Like Free, it waits for the device.

@@ -48,13 +48,14 @@ type Peers interface {
 
 // Options of a Space.
 type Options struct {
-	Arena       bool           // carve slabs; false: a physical allocation for each handle
-	ControlOnly bool           // keep only the control regions of shared buffers
-	Timeout     time.Duration  // for a peer's memory
-	Region      string         // its tag, if the memory is the program's own; "": NCCL's
-	Discard     bool           // keep no contents
-	Margin      func() uint64  // bytes of a device that an allocation leaves free; nil: none
-	Numbers     *atomic.Uint64 // of blocks, where several Spaces serve the same peers
+	Arena       bool                      // carve slabs; false: a physical allocation for each handle
+	ControlOnly bool                      // keep only the control regions of shared buffers
+	Timeout     time.Duration             // for a peer's memory
+	Region      string                    // its tag, if the memory is the program's own; "": NCCL's
+	Discard     bool                      // keep no contents
+	Margin      func() uint64             // bytes of a device that an allocation leaves free; nil: none
+	Reached     func(device int32) uint64 // which devices have peer access to a device, by bits; nil: none
+	Numbers     *atomic.Uint64            // of blocks, where several Spaces serve the same peers
 	// Imported is told when a peer's memory is wanted, has come, or is wanted no more.
 	Imported func()
 }
@@ -244,8 +245,8 @@ func (s *Space) newBlock(c class, size uint64, slab bool, h *handle) error {
 	if err := s.settle(b); err != nil {
 		return err
 	}
-	b.mem = &memory{prop: c.prop, size: size, home: b.home, blocks: []*block{b}, fd: -1, access: []cuda.Access{
-		{LocationType: cuda.LocationDevice, Location: c.prop.Location, Flags: cuda.ReadWrite}}}
+	b.mem = &memory{prop: c.prop, size: size, home: b.home, blocks: []*block{b}, fd: -1,
+		access: s.accessFor(c.prop.Location)}
 	if c.nic {
 		b.mem.keep = KeepNIC
 	}

@@ -136,6 +136,26 @@ class Agent(Rank):
         at = self.tensors[tensor]
         return self.device.read(at.pointer, at.size) == random_bytes(seed, at.size)
 
+    def reach(self, device: int, peer: int) -> None:
+        """PyTorch enables a device's access to a peer's memory, as before its first copy between the two."""
+        self.refused(self.torch().c10_reach(device, peer))
+        self.device.make_current()
+
+    def seen_by(self, device: int, tensor: int, seed: int) -> bool:
+        """Whether another device of this process, which has the memory read by itself, sees what holds() does."""
+        at = self.tensors[tensor]
+        try:
+            return Device(self.device.driver, device).read(at.pointer, at.size) == random_bytes(seed, at.size)
+        finally:
+            self.device.make_current()
+
+    def write_by(self, device: int, tensor: int, seed: int) -> None:
+        at = self.tensors[tensor]
+        try:
+            Device(self.device.driver, device).write(at.pointer, random_bytes(seed, at.size))
+        finally:
+            self.device.make_current()
+
     def deallocate(self, tensor: int) -> None:
         gone = self.tensors.pop(tensor)
         assert gone.functions is not None
@@ -453,6 +473,18 @@ class Agent(Rank):
         """The driver's function fails at its number-th call from now. Simulator only."""
         if self.device.driver.library.cuSimSetFault(function.encode(), number, result):
             raise ValueError(function)
+
+    def delay(self, function: str, number: int = 1, seconds: float = 0, file: str | None = None) -> None:
+        """The driver's function waits in its number-th call from now, for a time or for a file. Simulator only."""
+        wait = self.device.driver.library.cuSimSetDelay
+        if wait(function.encode(), number, int(seconds * 1e6), None if file is None else file.encode()):
+            raise ValueError(function)
+
+    def work(self, seconds: float = 0, file: str | None = None) -> None:
+        """The stream is busy for a time, or until a file appears. Simulator only."""
+        begin = self.device.driver.library.cuSimWork
+        if begin(self.device.stream, int(seconds * 1e6), None if file is None else file.encode()):
+            raise ValueError("cuSimWork")
 
     def forked(self, verb: str) -> Any:
         """A command's answer in a child of fork()."""

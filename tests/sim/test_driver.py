@@ -411,10 +411,48 @@ def run_peer_access(peer: Peer) -> None:
     driver.do("cuCtxEnablePeerAccess", owner, 0)
     assert driver.call("cuCtxEnablePeerAccess", owner, 0) == 704
     assert driver.read(block, 4) == b"\7\7\7\7"
+    check = driver.library.cuSimCheckAccess
+    check(1, U64(block), Size(4096), 1)
+    # Memory that is mapped has its own list of devices, whatever is enabled.
+    driver.use(0)
+    mapped = driver.map(driver.create())
+    driver.use(1)
+    assert driver.call("cuMemcpyDtoH_v2", buffer, U64(mapped), Size(4)) == INVALID_VALUE
+    assert driver.access(mapped, GRAIN) == 0
+    assert driver.read(mapped, 4) == b"\0\0\0\0"
+    own = driver.alloc(4096)
+    driver.use(0)
+    assert driver.call("cuMemcpyDtoH_v2", buffer, U64(own), Size(4)) == INVALID_VALUE, "it is of one direction"
+    driver.use(1)
+    driver.do("cuCtxDisablePeerAccess", owner)
+    assert driver.call("cuCtxDisablePeerAccess", owner) == 705
+    assert driver.call("cuMemcpyDtoH_v2", buffer, U64(block), Size(4)) == INVALID_VALUE
+    assert driver.read(mapped, 4) == b"\0\0\0\0", "cuMemSetAccess needs no peer access"
+    peer.send("disabled")
+    check(1, U64(block), Size(4), 0)
 
 
 def test_peer_access_opens_cuMemAlloc_memory(start: Start) -> None:
-    start(run_peer_access).finish()
+    process = start(run_peer_access)
+    assert process.value() == "disabled"
+    status, errors = process.wait()
+    assert status == -signal.SIGABRT and "device 1 may not read 4 bytes" in errors
+
+
+def run_without_p2p(peer: Peer) -> None:
+    driver = Driver()
+    owner = Pointer(driver.context.value)
+    mapped = driver.map(driver.create())
+    can = ctypes.c_int(-1)
+    driver.do("cuDeviceCanAccessPeer", ctypes.byref(can), 1, 0)
+    assert can.value == 0
+    driver.use(1)
+    assert driver.call("cuCtxEnablePeerAccess", owner, 0) == 217
+    assert driver.access(mapped, GRAIN) == 101
+
+
+def test_devices_that_cant_reach_each_other(start: Start) -> None:
+    start(run_without_p2p, AMEM_SIM_P2P="0").finish()
 
 
 # ---- contexts, streams, events, graphs ----
@@ -646,6 +684,86 @@ def test_faults_delays_and_the_log(start: Start, tmp_path: Path) -> None:
     assert creates == ["0", "0", "2", "0", "0"]
 
 
+def run_delays(peer: Peer) -> None:
+    driver = Driver()
+    folder = Path(peer.value())
+
+    def took(action: Callable[[], object]) -> float:
+        began = time.monotonic()
+        action()
+        return time.monotonic() - began
+
+    assert took(driver.create) < 0.15, "the first call of two"
+    assert took(driver.create) >= 0.2, "AMEM_SIM_DELAYS"
+    assert took(driver.create) < 0.15, "once"
+    driver.do("cuSimSetDelay", b"cuMemAddressReserve", 2, 200_000, None)
+    driver.reserve()
+    assert took(driver.reserve) >= 0.2
+    driver.do("cuSimSetDelay", b"cuMemAddressReserve", 1, 60_000_000, None)
+    driver.do("cuSimSetDelay", b"cuMemAddressReserve", 0, 0, None)
+    assert took(driver.reserve) < 10, "it was cleared"
+    assert driver.call("cuSimSetDelay", b"cuNothing", 1, 5, None) == 500
+    assert driver.call("cuSimSetDelay", b"cuMemMap", 1, 5, b"/both") == INVALID_VALUE
+    # Calls on two threads at once: the n-th waits, whichever thread makes it, and the other does not.
+    gate, held = folder / "reserve", folder / "reserve.held"
+    driver.do("cuSimSetDelay", b"cuMemAddressReserve", 1, 0, str(gate).encode())
+    waiting = threading.Thread(target=driver.reserve)
+    waiting.start()
+    while not held.exists():
+        time.sleep(0.001)
+    driver.reserve()
+    time.sleep(0.1)
+    assert waiting.is_alive()
+    gate.touch()
+    waiting.join(10)
+    assert not waiting.is_alive() and not held.exists()
+    # A busy GPU.
+    gate, held = folder / "work", folder / "work.held"
+    stream = driver.stream()
+    driver.do("cuSimWork", stream, 0, str(gate).encode())
+    assert driver.call("cuStreamQuery", stream) == NOT_READY
+    waiting = threading.Thread(target=lambda: (driver.use(0), driver.do("cuCtxSynchronize")))
+    waiting.start()
+    while not held.exists():
+        time.sleep(0.001)
+    time.sleep(0.1)
+    assert waiting.is_alive()
+    gate.touch()
+    waiting.join(10)
+    assert not waiting.is_alive() and driver.call("cuStreamQuery", stream) == 0
+    driver.do("cuSimWork", stream, 200_000, None)
+    assert took(lambda: driver.do("cuStreamSynchronize", stream)) >= 0.15
+    driver.do("cuStreamBeginCapture_v2", stream, 2)
+    assert driver.call("cuSimWork", stream, 5, None) == CAPTURE_UNSUPPORTED
+
+
+def test_one_call_of_one_process_is_delayed(start: Start, tmp_path: Path) -> None:
+    process = start(run_delays, AMEM_SIM_DELAYS="cuMemCreate:2=200000,cuMemMap=5")
+    process.send(str(tmp_path))
+    process.finish()
+
+
+def run_held_by_the_environment(peer: Peer) -> None:
+    driver = Driver()
+    driver.reserve()
+    peer.send("done")
+
+
+def test_a_call_waits_for_a_file(start: Start, tmp_path: Path) -> None:
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    process = start(run_held_by_the_environment, AMEM_SIM_DELAYS=f"cuMemMap=5,cuMemAddressReserve:1={gate}")
+    other = start(run_held_by_the_environment)
+    assert other.value() == "done", "another process goes on"
+    deadline = time.monotonic() + 10
+    while not held.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gate.touch()
+    assert process.value() == "done"
+    process.finish()
+    other.finish()
+
+
 def run_init_only(peer: Peer) -> None:
     peer.send(ctypes.CDLL(str(LIBRARY)).cuInit(0))
 
@@ -658,6 +776,9 @@ def run_init_only(peer: Peer) -> None:
         ("AMEM_SIM_FAULTS", "cuMemMap:0:2"),
         ("AMEM_SIM_DELAYS", "cuMemMap=fast"),
         ("AMEM_SIM_DELAYS", "cuMemMap=1,"),
+        ("AMEM_SIM_DELAYS", "cuMemMap:0=1"),
+        ("AMEM_SIM_DELAYS", "cuMemMap:1"),
+        ("AMEM_SIM_DELAYS", "cuMemMap=/file"),
         ("AMEM_SIM_MEMORY", "4G"),
         ("AMEM_SIM_GRANULARITY", "5000"),
     ],

@@ -10,8 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from amem._ranks import RankProcess
 
-from harness import LIB, MIB, SIM, Ranks, environment, failure, memory, needs_libraries, python, ranks, right, run
+from harness import (
+    LIB,
+    MIB,
+    SIM,
+    RankError,
+    Ranks,
+    environment,
+    failure,
+    memory,
+    needs_libraries,
+    python,
+    ranks,
+    right,
+    run,
+)
 
 pytestmark = needs_libraries
 
@@ -202,6 +217,89 @@ def test_misuse_of_paused_memory() -> None:
         assert p.call("holds", tensor=paused, seed=1)
         p.call("copy", to=active, source=paused, how=1)
         assert p.call("holds", tensor=active, seed=1)
+
+
+def sees(program: RankProcess, device: int, tensor: int, seed: int) -> bool:
+    """Whether the device reads what is there; a device without access gets an error instead."""
+    try:
+        return bool(program.call("seen_by", device=device, tensor=tensor, seed=seed))
+    except RankError as error:
+        assert "INVALID_VALUE" in error.message, error
+        return False
+
+
+def test_another_gpu_of_the_process() -> None:
+    """Once peer access is enabled, it reaches regions' memory as it does cudaMalloc's: older, newer, over pauses."""
+    with programs(1) as group:
+        p = group[0]
+        sizes = [2 * MIB, 30 * MIB, 100 * MIB]
+        old = [p.call("allocate", tag="w", size=size, seed=i) for i, size in enumerate(sizes)]
+        paused = p.call("allocate", tag="paused", size=4 * MIB, seed=7, backup="none")
+        assert not any(sees(p, 1, tensor, i) for i, tensor in enumerate(old))
+        p.call("pause", tags=["paused"])
+        p.call("reach", device=1, peer=0)
+        p.call("reach", device=1, peer=0)
+        assert all(sees(p, 1, tensor, i) for i, tensor in enumerate(old))
+        p.call("resume")
+        p.call("write", tensor=paused, seed=7)
+        assert sees(p, 1, paused, 7)
+        new = p.call("allocate", tag="w", size=70 * MIB, seed=8)
+        p.call("default_region", tag="all")
+        default = p.call("torch_allocate", size=6 * MIB, seed=9)
+        assert sees(p, 1, new, 8) and sees(p, 1, default, 9)
+        p.call("write_by", device=1, tensor=new, seed=10)
+        for _ in range(2):
+            p.call("pause")
+            assert p.call("meminfo") == 0
+            p.call("resume")
+            assert all(sees(p, 1, tensor, i) for i, tensor in enumerate(old))
+            assert sees(p, 1, new, 10) and p.call("holds", tensor=new, seed=10) and sees(p, 1, default, 9)
+        assert not sees(p, 2, new, 10), "it has no peer access"
+
+
+def test_the_other_direction_is_another_access() -> None:
+    with programs(1) as group:
+        p = group[0]
+        tensor = p.call("allocate", tag="w", size=2 * MIB, seed=1)
+        p.call("reach", device=0, peer=1)
+        assert not sees(p, 1, tensor, 1)
+        p.call("reach", device=2, peer=0)
+        p.call("reach", device=1, peer=0)
+        other = p.call("allocate", tag="w", size=80 * MIB, seed=2)
+        p.call("pause")
+        p.call("resume")
+        assert all(sees(p, device, t, seed) for device in (1, 2) for t, seed in ((tensor, 1), (other, 2)))
+
+
+def test_memory_of_another_process_on_another_gpu() -> None:
+    """What was opened is reached by the GPUs with peer access to the one that opened it, before and after."""
+    with programs(2, AMEM_ENABLE="1") as group:
+        a, b = group[0], group[1]
+        a.call("allocate", tag="w", size=20 * MIB, seed=1)
+        early = b.call("open", handle=a.call("share", tensor=0), size=20 * MIB)
+        assert not sees(b, 1, early, 1)
+        b.call("reach", device=1, peer=0)
+        a.call("allocate", tag="w", size=70 * MIB, seed=2)
+        late = b.call("open", handle=a.call("share", tensor=1), size=70 * MIB)
+        assert sees(b, 1, early, 1) and sees(b, 1, late, 2)
+        a.call("pause")
+        memory(group, [0, 0])
+        a.call("resume")
+        assert sees(b, 1, early, 1) and sees(b, 1, late, 2)
+        assert not sees(a, 1, 0, 1), "the owner has enabled nothing"
+
+
+def test_access_that_the_driver_refuses() -> None:
+    """PyTorch hears of it, and may ask again."""
+    with programs(1) as group:
+        p = group[0]
+        tensor = p.call("allocate", tag="w", size=2 * MIB, seed=1)
+        p.call("fault", function="cuMemSetAccess")
+        message = failure(lambda: p.call("reach", device=1, peer=0), "RuntimeError")
+        assert 'region "w"' in message and "peer access to GPU 0" in message
+        assert p.call("holds", tensor=tensor, seed=1) and not sees(p, 1, tensor, 1)
+        p.call("reach", device=1, peer=0)
+        assert sees(p, 1, tensor, 1)
 
 
 @pytest.mark.parametrize("who", ["owner", "borrower"])

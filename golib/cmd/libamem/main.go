@@ -15,6 +15,7 @@ package main
 static inline void amem_set_guard(int *guard, int value) { __atomic_store_n(guard, value, __ATOMIC_SEQ_CST); }
 static inline void amem_add(int *count, int more) { __atomic_add_fetch(count, more, __ATOMIC_SEQ_CST); }
 static inline size_t amem_margin(const size_t *margin) { return __atomic_load_n(margin, __ATOMIC_SEQ_CST); }
+static inline uint64_t amem_reached(const uint64_t *reached) { return __atomic_load_n(reached, __ATOMIC_SEQ_CST); }
 static inline int amem_launches(const int *launches) { return __atomic_load_n(launches, __ATOMIC_SEQ_CST); }
 */
 import "C"
@@ -59,6 +60,7 @@ func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 	}
 	timeout := time.Duration(float64(config.timeout_seconds) * float64(time.Second))
 	guard, launches, paused, margin := host.guard, host.launches, host.paused_regions, host.margin
+	reached := unsafe.Slice(host.reached, C.AMEM_DEVICES)
 	folder := "/var/tmp" // /tmp may be host memory
 	if config.disk_directory != nil {
 		folder = C.GoString(config.disk_directory)
@@ -71,6 +73,7 @@ func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 		Launches: func() int { return int(C.amem_launches(launches)) },
 		Paused:   func(more int) { C.amem_add(paused, C.int(more)) },
 		Margin:   func() uint64 { return uint64(C.amem_margin(margin)) },
+		Reached:  func(device int32) uint64 { return uint64(C.amem_reached(&reached[device])) },
 		Prealloc: config.host_prealloc != 0,
 		Folder:   folder,
 	})
@@ -358,6 +361,20 @@ func amemMemoryState(ptr C.CUdeviceptr) C.int {
 		return C.AMEM_STATE_OFF
 	}
 	return C.int(state)
+}
+
+//export amemReach
+func amemReach(device C.int, text *C.char) (status C.int) {
+	defer func() { status = guardControl(recover(), status, text) }()
+	return controlError(current.Reach(int32(device)), text)
+}
+
+//export amemDeviceOf
+func amemDeviceOf(context C.CUcontext, device *C.int) (r C.CUresult) {
+	defer func() { r = guardCall(recover(), "cuCtxEnablePeerAccess", r) }()
+	found, err := current.DeviceOf(cuda.Context(uintptr(unsafe.Pointer(context))))
+	*device = C.int(found)
+	return result("cuCtxEnablePeerAccess", err)
 }
 
 //export amemReadBackup

@@ -46,6 +46,8 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->deallocate = amemDeallocate;
     core->free_memory = amemFreeMemory;
     core->memory_state = amemMemoryState;
+    core->reach = amemReach;
+    core->device_of = amemDeviceOf;
     core->read_backup = amemReadBackup;
     core->find_backup = (void *)amemFindBackup;
     core->set_disk_directory = (void *)amemSetDiskFolder;

@@ -12,6 +12,9 @@ typedef struct {
     char bytes[64];
 } ipc_handle;
 
+int cudaSetDevice(int device);
+int cudaDeviceCanAccessPeer(int *can, int device, int peer);
+int cudaDeviceEnablePeerAccess(int peer, unsigned flags);
 int cudaMalloc(void **ptr, size_t size);
 int cudaFree(void *ptr);
 int cudaGetLastError(void);
@@ -34,6 +37,9 @@ API int c10_close(void *ptr);
 API int c10_copy(void *to, const void *from, size_t size, int how);
 API int c10_clear(void *to, size_t size, int how);
 API const char *c10_error(int error);
+
+/* As c10::cuda::get_p2p_access, which the first copy or kernel between two devices calls. */
+API int c10_reach(int device, int peer);
 
 /* Each answers memory as PyTorch's allocator does, or the error; the runtime has none left behind. */
 API int c10_allocate(void **ptr, size_t size);
@@ -107,6 +113,18 @@ int c10_empty_cache(void) {
     int error = empty_cache();
     pthread_mutex_unlock(&lock);
     return error;
+}
+
+enum { PEER_ACCESS_ALREADY_ENABLED = 704, PEER_ACCESS_UNSUPPORTED = 217 };
+
+int c10_reach(int device, int peer) {
+    int can, error = cudaDeviceCanAccessPeer(&can, device, peer);
+    if (error || !can) return error ? error : PEER_ACCESS_UNSUPPORTED;
+    error = cudaSetDevice(device);
+    if (!error) error = cudaDeviceEnablePeerAccess(peer, 0);
+    if (error != PEER_ACCESS_ALREADY_ENABLED) return error;
+    cudaGetLastError();
+    return 0;
 }
 
 int c10_share(ipc_handle *handle, void *ptr) { return cudaIpcGetMemHandle(handle, ptr); }

@@ -50,6 +50,9 @@ typedef struct {
 } ipc_handle;
 
 API int cudaGetDevice(int *device);
+API int cudaSetDevice(int device);
+API int cudaDeviceCanAccessPeer(int *can, int device, int peer);
+API int cudaDeviceEnablePeerAccess(int peer, unsigned flags);
 API int cudaMalloc(void **ptr, size_t size);
 API int cudaFree(void *ptr);
 API int cudaGetLastError(void);
@@ -82,6 +85,30 @@ int cudaGetDevice(int *device) {
     *device = 0;
     call("cuCtxGetDevice", (uintptr_t)device, 0);
     return SUCCESS;
+}
+
+static int use_context_of(int device, void **context) {
+    call("cuInit", 0, 0);
+    return (int)call("cuDevicePrimaryCtxRetain", (uintptr_t)context, (uintptr_t)device);
+}
+
+int cudaSetDevice(int device) {
+    void *context;
+    int error = use_context_of(device, &context);
+    return last_error = error ? error : (int)call("cuCtxSetCurrent", (uintptr_t)context, 0);
+}
+
+int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    CUresult (*function)(int *, CUdevice, CUdevice);
+    void *found = driver_function("cuDeviceCanAccessPeer");
+    memcpy(&function, &found, sizeof function);
+    return last_error = (int)function(can, device, peer);
+}
+
+int cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
+    void *context;
+    int error = use_context_of(peer, &context);
+    return last_error = error ? error : (int)call("cuCtxEnablePeerAccess", (uintptr_t)context, flags);
 }
 
 /* As the real one, it makes the device's primary context the thread's where that has none. */
