@@ -4,7 +4,9 @@
 
 Ranks make, split and destroy communicators, run collectives whose every element
 is checked, allocate, share and free tensors in regions, and pause and resume
-while single driver calls fail; a rank whose call failed calls it again. After a warm-up and at the end, with one
+while single calls of the driver fail, or come later than the deadline, or a GPU is
+busy for longer than that; a rank whose call failed calls it again. Host memory is
+got ahead in some ranks, and given back. After a warm-up and at the end, with one
 communicator left, each rank's memory, descriptors, threads and mappings are
 counted, and must be the same. Ends with status 1 and the seed when not.
 """
@@ -25,7 +27,7 @@ from typing import Any
 from harness import MIB, RankError, Ranks, ranks
 
 ENV = {
-    "AMEM_TIMEOUT_S": "20",
+    "AMEM_TIMEOUT_S": "5",
     "AMEM_ENABLE": "1",  # so that tensors are shared
     "NCCL_STANDIN_TIMEOUT_S": "120",
     "NCCL_STANDIN_CHANNELS": "1",
@@ -55,6 +57,20 @@ FAULTS = {
         ("cuMemImportFromShareableHandle", 999),
     ],
 }
+# A call of the driver that comes later than the deadline, while both sides go on.
+LATE = {
+    "pause": ["cuCtxSynchronize", "cuMemUnmap", "cuMemRelease", "cuMemcpyDtoHAsync"],
+    "resume": [
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+    ],
+}
+LATE_SECONDS = (6.0, 12.0)  # more than one deadline, and than two
+LATE_SHARE = 0.01  # of the pauses, and of the resumes
+ATTEMPTS = 6
 DELAYS = "cuMemCreate=200,cuMemMap=50,cuMemSetAccess=300,cuMemUnmap=100"
 
 # What a process holds, as the kernel and amem count it; memory is without the host arena.
@@ -154,14 +170,12 @@ class Soak:
     def allocate(self) -> None:
         """Allocates, opens in another rank, closes or frees a tensor."""
         choice = self.random.random()
-        if choice < 0.4 and len(self.tensors) < MOST_TENSORS:
+        if choice < 0.35 and len(self.tensors) < MOST_TENSORS:
             owner, tag = self.random.randrange(len(self.group)), self.random.choice(list(BACKUPS))
-            size = self.random.choice([1, 2, 3, 5]) * MIB
-            self.seeds += 1
-            number = self.group[owner].call("allocate", tag=tag, size=size, seed=self.seeds, backup=BACKUPS[tag])
-            self.tensors.append(Tensor(owner, number, tag, size, self.seeds, {}))
-            self.counts["tensors"] += 1
-        elif choice < 0.7 and self.tensors:
+            self.tensors.append(self.make(owner, tag, self.random.choice([1, 2, 3, 5]) * MIB))
+        elif choice < 0.5 and len(self.tensors) < MOST_TENSORS:
+            self.allocate_with_holes()
+        elif choice < 0.75 and self.tensors:
             tensor = self.random.choice(self.tensors)
             borrower = self.random.randrange(len(self.group))
             if borrower != tensor.owner and borrower not in tensor.opened:
@@ -170,6 +184,20 @@ class Soak:
                 self.counts["opened"] += 1
         elif choice < 0.85 and self.tensors:
             self.free(self.tensors.pop(self.random.randrange(len(self.tensors))))
+
+    def make(self, owner: int, tag: str, size: int) -> Tensor:
+        self.seeds += 1
+        number = self.group[owner].call("allocate", tag=tag, size=size, seed=self.seeds, backup=BACKUPS[tag])
+        self.counts["tensors"] += 1
+        return Tensor(owner, number, tag, size, self.seeds, {})
+
+    def allocate_with_holes(self) -> None:
+        """Tensors side by side in slabs, of which the first and every second are freed again."""
+        owner, tag = self.random.randrange(len(self.group)), self.random.choice(list(BACKUPS))
+        made = [self.make(owner, tag, 2 * MIB) for _ in range(self.random.randint(3, 9))]
+        for tensor in made[::2]:
+            self.free(tensor)
+        self.tensors += made[1::2]
 
     def free(self, tensor: Tensor) -> None:
         for borrower, number in tensor.opened.items():
@@ -204,12 +232,29 @@ class Soak:
                 fault = (function, self.random.randint(1, 6), result)
             orders.append((rank, self.random.choice([0, 0, 0, self.random.random() * 0.02]), fault))
         # Waited for one by one, so that none is left running when one fails.
-        anywhere = any(fault for _, _, fault in orders)
+        late = self.late(verb)
+        anywhere = bool(late) or any(fault for _, _, fault in orders)
         running = [self.pool.submit(self.change_one, verb, anywhere, *order) for order in orders]
         failures = [error for error in (future.exception() for future in running) if error]
         if failures:
             raise AssertionError("\n".join(map(str, failures))) from failures[0]
+        if late:
+            self.group[late[0]].call("delay", function=late[1], number=0)
         return {fault[0] for _, _, fault in orders if fault}
+
+    def late(self, verb: str) -> tuple[int, str] | None:
+        """Makes a call of one rank's come later than the deadline, or its GPU busy for longer, now and then."""
+        if self.random.random() > LATE_SHARE:
+            return None
+        rank, seconds = self.random.randrange(len(self.group)), self.random.choice(LATE_SECONDS)
+        if verb == "pause" and self.random.random() < 0.3:
+            self.group[rank].call("work", seconds=seconds)
+            self.counts["busy"] += 1
+            return rank, "cuCtxSynchronize"
+        function = self.random.choice(LATE[verb])
+        self.group[rank].call("delay", function=function, number=self.random.randint(1, 6), seconds=seconds)
+        self.counts["late"] += 1
+        return rank, function
 
     def change_one(
         self, verb: str, anywhere: bool, rank: int, delay: float, fault: tuple[str, int, int] | None
@@ -220,13 +265,15 @@ class Soak:
             process.call("fault", function=fault[0], number=fault[1], result=fault[2])
         before = "ACTIVE" if verb == "pause" else "PAUSED"
         after = "PAUSED" if verb == "pause" else "ACTIVE"
-        for attempt in range(4):
+        for attempt in range(ATTEMPTS):
             try:
                 process.call(verb)
                 break
             except RankError as error:
                 # Who has opened a tensor lets go of it for its owner, and that may fail too.
-                if attempt == 3 or not (fault or (anywhere and "pid " in error.message)):
+                # Whose call or GPU is late says so itself.
+                expected = anywhere and ("pid " in error.message or "GPU" in error.message)
+                if attempt == ATTEMPTS - 1 or not (fault or expected):
                     raise
                 self.counts[f"{verb} failed"] += 1
                 state = process.call("state")
@@ -259,6 +306,8 @@ class Soak:
         if changed:
             self.communicate()
         self.change("resume")
+        if self.random.random() < 0.1:
+            self.group[self.random.randrange(len(self.group))].call("eval", expression="amem.free_host_memory()")
         self.read()
         if late and any(wrong := self.group.all("collect")):
             raise AssertionError(f"all-reduces launched before the pause: wrong elements: {wrong}")
@@ -320,7 +369,7 @@ def compare(first: list[dict[str, int]], last: list[dict[str, int]], most_used: 
 
 
 HEADER = (
-    "  cycles  seconds  made  destroyed  collectives    elements  tensors  opened  faults  failed"
+    "  cycles  seconds  made  destroyed  collectives    elements  tensors  opened  faults  late  busy  failed"
     "  mem MiB  fds  threads  maps  arena MiB"
 )
 
@@ -331,7 +380,8 @@ def line(soak: Soak, seconds: float) -> str:
     most = {name: max(rank[name] for rank in held) for held in [soak.measure()] for name in held[0]}
     return (
         f"{c['cycles']:8d} {seconds:8.1f} {c['made']:5d} {c['destroyed']:10d} {c['collectives']:12d}"
-        f" {c['elements']:11d} {c['tensors']:8d} {c['opened']:7d} {c['faults']:7d} {failed:7d}"
+        f" {c['elements']:11d} {c['tensors']:8d} {c['opened']:7d} {c['faults']:7d} {c['late']:5d} {c['busy']:5d}"
+        f" {failed:7d}"
         f" {most['memory'] / MIB:8.1f} {most['fds']:4d}"
         f" {most['threads']:8d} {most['maps']:5d} {most['arena'] / MIB:10.1f}"
     )
@@ -350,6 +400,8 @@ def soak(
     started = time.monotonic()
     with ExitStack() as stack:
         slow = [{"AMEM_SIM_DELAYS": DELAYS} if rank % 3 == 1 else {} for rank in range(count)]
+        for rank in range(0, count, 2):
+            slow[rank]["AMEM_HOST_PREALLOC"] = "1"
         group = stack.enter_context(ranks(count, {**ENV, **(env or {})}, rank_env=slow, timeout=120.0))
         group.init(ncomm=1)
         work = Soak(group, seed)
