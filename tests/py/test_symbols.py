@@ -30,6 +30,7 @@ HOOK = {
     "amem_set_group_id",
     "amem_get_group_id",
     "amem_last_error",
+    "amem_last_error_json",
     "amem_version",
     "ncclPause",
     "ncclResume",

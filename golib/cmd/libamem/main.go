@@ -427,7 +427,7 @@ func controlError(err error, text *C.char) C.int {
 	if err == nil {
 		return C.AMEM_OK
 	}
-	writeText(text, err.Error())
+	writeFailure(text, err)
 	var timeout *peer.TimeoutError
 	var oom *vmm.OutOfMemoryError
 	var host *offload.HostMemoryError
@@ -465,6 +465,16 @@ func guardControl(r any, status C.int, text *C.char) C.int {
 	slog.Error("control", "panic", r, "stack", string(debug.Stack()))
 	writeText(text, fmt.Sprintf("internal error: %v", r))
 	return C.AMEM_ERROR_INTERNAL
+}
+
+// writeFailure writes an error's text, shortened if need be, and its figures.
+func writeFailure(text *C.char, err error) {
+	what := err.Error()
+	figures := session.FiguresOf(err)
+	if room := C.AMEM_ERROR_TEXT - 2 - len(figures); len(figures) > 0 && room > 0 {
+		what = what[:min(len(what), room)] + "\x00" + figures
+	}
+	writeText(text, what)
 }
 
 // writeText writes to a buffer of AMEM_ERROR_TEXT bytes.
