@@ -266,7 +266,9 @@ def _torch_has_communicator() -> bool:
         if "nccl" not in backends:
             continue
         try:
-            if group._get_backend(torch.device("cuda"))._is_initialized():
+            backend = group._get_backend(torch.device("cuda"))
+            # torch 2.15's ProcessGroupNCCL2 has the latter alone.
+            if (getattr(backend, "_is_initialized", None) or backend._comm_ptr)():
                 return True
         except (AttributeError, RuntimeError):  # this torch can't say
             return True

@@ -85,10 +85,10 @@ def set_failure(reason: str | None) -> None:
     _failure = reason and " ".join(reason.split())
 
 
-def why_not_enabled() -> str | None:
-    """Why amem is not enabled although somebody seems to have wished it, if that is known."""
+def why_not_enabled(said: str = "") -> str | None:
+    """Why amem is not enabled although somebody seems to have wished it, if that is known and not said."""
     if _failure:
-        return f"it could not be enabled: {_failure}"
+        return None if _failure in said else f"it could not be enabled: {_failure}"
     if "AMEM_ENABLE" in _warnings:
         return _warnings["AMEM_ENABLE"]
     for name, message in _warnings.items():

@@ -179,8 +179,8 @@ def not_enabled(message: str) -> NotEnabledError:
     """With what to do, and why amem is not enabled, where that is known."""
     if "amem.enable()" not in message:
         message += ": call amem.enable(), or set AMEM_ENABLE=1, before the first NCCL communicator"
-    why = _env.why_not_enabled()
-    return NotEnabledError(f"{message}; {why}" if why and why not in message else message)
+    why = _env.why_not_enabled(message)
+    return NotEnabledError(f"{message}; {why}" if why else message)
 
 
 def enable() -> None:

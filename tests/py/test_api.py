@@ -152,12 +152,15 @@ class Backend:
         if self.begun is None:
             raise RuntimeError("this torch can't say")
         return self.begun
-class Group:
+class Backend2:
     def __init__(self, begun):
-        self.begun = begun
+        self._comm_ptr = lambda: 4096 if begun else 0
+class Group:
+    def __init__(self, begun, backend=Backend):
+        self.backend = backend(begun)
     def _get_backend(self, device):
         assert device == "cuda"
-        return Backend(self.begun)
+        return self.backend
 groups = {}
 distributed = types.ModuleType("torch.distributed.distributed_c10d")
 distributed._world = types.SimpleNamespace(pg_map=groups)
@@ -180,22 +183,23 @@ def test_a_pause_of_all_is_refused_where_nccl_is_in_use_and_not_hooked(folder: P
 seen = [attempt()]
 groups[Group(True)] = ("gloo", None)
 seen.append(attempt())
-groups[Group(False)] = ("nccl", None)  # no communicator yet
+groups[Group(False)] = groups[Group(False, Backend2)] = ("nccl", None)  # no communicator yet
 seen.append(attempt())
 groups[Group(True)] = ("cpu:gloo,cuda:nccl", None)
 seen.append(attempt())
 seen.append(attempt("kv"))
-groups.clear()
-groups[Group(None)] = ("nccl", None)
-seen.append(attempt())
+for group in (Group(True, Backend2), Group(None), Group(True, lambda begun: None)):
+    groups.clear()
+    groups[group] = ("nccl", None)
+    seen.append(attempt())
 amem.enable()
 seen.append(attempt())
 print(json.dumps(seen))
 """
     )
-    *before, refused, named, unsure, after = result(script, folder)
+    *before, refused, named, second, unsure, unknown, after = result(script, folder)
     assert before == [True, True, True]
-    for name, message, state in (refused, unsure):
+    for name, message, state in (refused, second, unsure, unknown):
         assert (name, state) == ("NotEnabledError", "ACTIVE")
         assert "torch.distributed uses NCCL" in message and "amem.enable()" in message
     assert (named, after) == (True, True)

@@ -279,7 +279,10 @@ func report(done session.Transition, err error, text *C.char) C.int {
 	if err != nil {
 		return controlError(err, text)
 	}
-	writeText(text, string(body))
+	if len(body) >= C.AMEM_REPORT_TEXT {
+		return controlError(fmt.Errorf("it is done, but what it did takes %d bytes to tell", len(body)), text)
+	}
+	writeBytes(text, C.AMEM_REPORT_TEXT, string(body))
 	return C.AMEM_OK
 }
 
@@ -477,9 +480,11 @@ func writeFailure(text *C.char, err error) {
 	writeText(text, what)
 }
 
-// writeText writes to a buffer of AMEM_ERROR_TEXT bytes.
-func writeText(text *C.char, what string) {
-	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), C.AMEM_ERROR_TEXT)
-	n := copy(to[:len(to)-1], what)
+// writeText writes to a buffer of AMEM_ERROR_TEXT bytes, or more.
+func writeText(text *C.char, what string) { writeBytes(text, C.AMEM_ERROR_TEXT, what) }
+
+func writeBytes(text *C.char, size int, what string) {
+	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), size)
+	n := copy(to[:size-1], what)
 	to[n] = 0
 }
