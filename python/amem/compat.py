@@ -14,7 +14,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import _env
 from .errors import InvalidStateError
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def install() -> None:
         return
     if NAME in sys.modules:
         raise InvalidStateError(f"{NAME} is imported already: call amem.compat.install() before")
-    for path in (_env.text("LD_PRELOAD") or "").replace(":", " ").split():
+    for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
         if os.path.basename(path).startswith(NAME):
             raise InvalidStateError(f"LD_PRELOAD has {path}, which would manage the same memory: take it out")
     sys.meta_path.insert(0, _Finder())

@@ -224,7 +224,6 @@ def test_a_wrong_environment_leaves_nccl_alone(tmp_path: Path) -> None:
     enable, pause, state = script(tmp_path, body, AMEM_TIMEOUT_S="soon")
     assert enable.startswith("InvalidArgumentError: ")
     assert pause.startswith("NotEnabledError: ")
-    assert 'AMEM_TIMEOUT_S="soon"' in pause, "why it could not be enabled"
     assert state == "OFF True"
 
 
