@@ -27,6 +27,7 @@ KNOWN = (
     "AMEM_LIBRARY_DIR",
     "AMEM_SIM_LIBRARY_DIR",
 )
+LOADING = ("AMEM_ENABLE", "AMEM_COMPAT_TMS")
 # Of the simulator, of tests, and of the wheel's build.
 KNOWN_BEGINNINGS = ("AMEM_SIM_", "AMEM_TEST_", "AMEM_WHEEL_", "AMEM_NATIVE_")
 
@@ -51,13 +52,13 @@ def switch(name: str) -> bool:
 
 
 def warn_of_unknown() -> None:
-    """Of names that look like amem's and are not. Where the library is loaded, the library does it."""
+    """Of names that amem does not have, and for which it is not loaded: the library, once it is, tells of all."""
     for name in sorted(os.environ):
         if not name.startswith(PREFIX) or name in KNOWN or name.startswith(KNOWN_BEGINNINGS):
             continue
         nearest = _nearest(name)
-        hint = f"; is {nearest} meant?" if nearest else ""
-        _warn(name, f"{name} is set, and amem has no such variable{hint}")
+        if nearest in LOADING:
+            _warn(name, f"{name} is set, and amem has no such variable; is {nearest} meant?")
 
 
 def _nearest(name: str) -> str | None:

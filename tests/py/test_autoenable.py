@@ -90,16 +90,16 @@ ENABEL = "amem: AMEM_ENABEL is set, and amem has no such variable; is AMEM_ENABL
     [
         ({"AMEM_ENABEL": "1"}, ENABEL),
         ({"AMEM_ENABEL": ""}, ENABEL),
-        ({"AMEM_LGO": "debug", "AMEM_COMPAT_TMS": "1"}, "; is AMEM_LOG meant?\n"),
-        ({"AMEM_TIMEOUT": "5"}, "; is AMEM_TIMEOUT_S meant?\n"),
-        ({"AMEM_FOO": "5"}, "amem: AMEM_FOO is set, and amem has no such variable\n"),
+        ({"AMEM_ENABLED": "1", "AMEM_COMPAT_TMS": "1"}, "amem has no such variable; is AMEM_ENABLE meant?\n"),
+        ({"AMEM_COMPAT": "1"}, "amem: AMEM_COMPAT is set, and amem has no such variable; is AMEM_COMPAT_TMS meant?\n"),
         ({"AMEM_SIM_MEMORY": "5", "AMEM_TEST_X": "1", "AMEM_TIMEOUT_S": "5"}, ""),
-        # These are for the library to say, which is loaded.
-        ({"AMEM_LGO": "debug", "AMEM_ENABLE": "1"}, ""),
-        ({"AMEM_LGO": "debug", "LD_PRELOAD": "FOLDER/libamem_hook.so"}, ""),
+        # The library says these, where it is loaded.
+        ({"AMEM_LGO": "debug"}, ""),
+        ({"AMEM_COMPAT": "1", "AMEM_ENABLE": "1"}, ""),
+        ({"AMEM_ENABEL": "1", "LD_PRELOAD": "FOLDER/libamem_hook.so"}, ""),
     ],
 )
-def test_unknown_names_are_warned_of(folder: Path, env: dict[str, str], said: str) -> None:
+def test_unknown_names_that_keep_amem_from_being_loaded_are_warned_of(folder: Path, env: dict[str, str], said: str) -> None:
     env = {name: value.replace("FOLDER", str(folder)) for name, value in env.items()}
     done = run(SCRIPT, folder, **env)
     assert done.returncode == 0
