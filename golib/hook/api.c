@@ -16,7 +16,9 @@ struct amem_config config;
 
 static pthread_mutex_t enabling = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool wanted, enabled; /* amem_enable was called, and succeeded */
-static __thread char last_error[AMEM_ERROR_TEXT], last_figures[AMEM_ERROR_TEXT], last_report[AMEM_REPORT_TEXT];
+static __thread char last_error[AMEM_ERROR_TEXT], last_report[AMEM_ERROR_TEXT];
+
+static __thread char last_figures[AMEM_ERROR_TEXT]; /* of last_error */
 
 amem_status api_fail(amem_status status, const char *text) {
     snprintf(last_error, sizeof last_error, "%s", text);
@@ -188,7 +190,7 @@ static amem_status change(const char *tags, bool pause) {
         strcpy(last_report, "{\"changed\":false,\"seconds\":0,\"bytes\":0,\"copied_bytes\":0}");
         return status;
     }
-    char text[AMEM_REPORT_TEXT] = "";
+    char text[AMEM_ERROR_TEXT] = "";
     status = (amem_status)(pause ? core->pause : core->resume)(tags, text);
     if (status == AMEM_ERROR_NO_CUMEM && cumem_off()) return no_cumem();
     if (status != AMEM_OK) return api_fail_in_core(status, text);

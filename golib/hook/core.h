@@ -56,13 +56,12 @@ struct amem_host {
 };
 
 #define AMEM_ERROR_TEXT 1024
-#define AMEM_REPORT_TEXT 16384
 
 /*
  * Given to the hook by the core. The driver wrappers are called on NCCL's
  * threads and answer a CUresult or AMEM_PASS. The control functions answer an
  * amem_status and write why they failed to text (AMEM_ERROR_TEXT bytes), and, after
- * the text's end, the failure's figures as JSON text, if it has any.
+ * the text's end, the failure's figures as JSON text, "" if it has none.
  */
 struct amem_core {
     uint32_t abi;
@@ -97,7 +96,7 @@ struct amem_core {
     /* The memory at ptr must stay where it is from now on; why: one of AMEM_KEEP_*. */
     void (*keep)(CUdeviceptr ptr, size_t size, int why);
 
-    /* text has AMEM_REPORT_TEXT bytes. On success, it is the report of amem_last_report(). */
+    /* On success, text is the report of amem_last_report(). */
     int (*pause)(const char *tags, char *text);
     int (*resume)(const char *tags, char *text);
     int (*state)(const char *tag); /* an amem_state_t; "": paused if any tag is */

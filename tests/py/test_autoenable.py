@@ -99,7 +99,7 @@ ENABEL = "amem: AMEM_ENABEL is set, and amem has no such variable; is AMEM_ENABL
         ({"AMEM_ENABEL": "1", "LD_PRELOAD": "FOLDER/libamem_hook.so"}, ""),
     ],
 )
-def test_unknown_names_that_keep_amem_from_being_loaded_are_warned_of(folder: Path, env: dict[str, str], said: str) -> None:
+def test_unknown_names_that_keep_amem_out_are_warned_of(folder: Path, env: dict[str, str], said: str) -> None:
     env = {name: value.replace("FOLDER", str(folder)) for name, value in env.items()}
     done = run(SCRIPT, folder, **env)
     assert done.returncode == 0

@@ -279,10 +279,7 @@ func report(done session.Transition, err error, text *C.char) C.int {
 	if err != nil {
 		return controlError(err, text)
 	}
-	if len(body) >= C.AMEM_REPORT_TEXT {
-		return controlError(fmt.Errorf("it is done, but what it did takes %d bytes to tell", len(body)), text)
-	}
-	writeBytes(text, C.AMEM_REPORT_TEXT, string(body))
+	writeText(text, string(body))
 	return C.AMEM_OK
 }
 
@@ -425,12 +422,18 @@ func amemIPCClose(ptr C.CUdeviceptr, text *C.char) (status C.int) {
 	return shared(known, err, text)
 }
 
+// writeFailure writes why a call failed, shortened if need be, and then its figures, "" if it has none.
+func writeFailure(text *C.char, why, figures string) {
+	room := C.AMEM_ERROR_TEXT - 2 - len(figures)
+	writeText(text, why[:min(len(why), room)]+"\x00"+figures)
+}
+
 // controlError makes an amem_status of an error, and writes its text.
 func controlError(err error, text *C.char) C.int {
 	if err == nil {
 		return C.AMEM_OK
 	}
-	writeFailure(text, err)
+	writeFailure(text, err.Error(), session.FiguresOf(err))
 	var timeout *peer.TimeoutError
 	var oom *vmm.OutOfMemoryError
 	var host *offload.HostMemoryError
@@ -466,25 +469,13 @@ func guardControl(r any, status C.int, text *C.char) C.int {
 		return status
 	}
 	slog.Error("control", "panic", r, "stack", string(debug.Stack()))
-	writeText(text, fmt.Sprintf("internal error: %v", r))
+	writeFailure(text, fmt.Sprintf("internal error: %v", r), "")
 	return C.AMEM_ERROR_INTERNAL
 }
 
-// writeFailure writes an error's text, shortened if need be, and its figures.
-func writeFailure(text *C.char, err error) {
-	what := err.Error()
-	figures := session.FiguresOf(err)
-	if room := C.AMEM_ERROR_TEXT - 2 - len(figures); len(figures) > 0 && room > 0 {
-		what = what[:min(len(what), room)] + "\x00" + figures
-	}
-	writeText(text, what)
-}
-
-// writeText writes to a buffer of AMEM_ERROR_TEXT bytes, or more.
-func writeText(text *C.char, what string) { writeBytes(text, C.AMEM_ERROR_TEXT, what) }
-
-func writeBytes(text *C.char, size int, what string) {
-	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), size)
-	n := copy(to[:size-1], what)
+// writeText writes to a buffer of AMEM_ERROR_TEXT bytes.
+func writeText(text *C.char, what string) {
+	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), C.AMEM_ERROR_TEXT)
+	n := copy(to[:len(to)-1], what)
 	to[n] = 0
 }
