@@ -14,8 +14,8 @@ HERE = Path(__file__).resolve().parent
 # site runs a line that starts with "import" in every Python process. Where both
 # variables are unset it must cost nothing, so it looks before it imports.
 PTH = (
-    'import os; {os.environ.get(name, "0") for name in ("AMEM_ENABLE", "AMEM_COMPAT_TMS")} <= {"", "0"} '
-    'or __import__("amem._autoenable")\n'
+    'import os; any(os.environ[name] not in ("", "0") or name not in ("AMEM_ENABLE", "AMEM_COMPAT_TMS") '
+    'for name in os.environ if name.startswith("AMEM_")) and __import__("amem._autoenable")\n'
 )
 
 

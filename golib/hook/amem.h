@@ -155,6 +155,14 @@ amem_status amem_free_host_memory(const char *tags);
 amem_status amem_set_group_id(int group);
 amem_status amem_get_group_id(int *group);
 
+/*
+ * The figures of this thread's last failure as JSON text, "" where it has none. Sizes are bytes:
+ * device, needed_bytes and free_bytes of AMEM_ERROR_OUT_OF_MEMORY; needed_bytes, of
+ * a disk free_bytes too, of AMEM_ERROR_HOST_MEMORY; waiting_for, a list of pid and
+ * group, of AMEM_ERROR_TIMEOUT, where it waited for processes.
+ */
+const char *amem_last_error_json(void);
+
 /* Why this thread's last call of a function above failed; "" if it did not. */
 const char *amem_last_error(void);
 

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <unistd.h>
 
 #include "hook.h"
 
@@ -17,12 +18,23 @@ static pthread_mutex_t enabling = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool wanted, enabled; /* amem_enable was called, and succeeded */
 static __thread char last_error[AMEM_ERROR_TEXT], last_report[AMEM_ERROR_TEXT];
 
+static __thread char last_figures[AMEM_ERROR_TEXT]; /* of last_error */
+
 amem_status api_fail(amem_status status, const char *text) {
     snprintf(last_error, sizeof last_error, "%s", text);
+    last_figures[0] = 0;
+    return status;
+}
+
+amem_status api_fail_in_core(amem_status status, const char text[static AMEM_ERROR_TEXT]) {
+    api_fail(status, text);
+    size_t end = strnlen(text, AMEM_ERROR_TEXT) + 1;
+    if (end < AMEM_ERROR_TEXT) snprintf(last_figures, sizeof last_figures, "%.*s", (int)(AMEM_ERROR_TEXT - end), text + end);
     return status;
 }
 
 PUBLIC const char *amem_last_error(void) { return last_error; }
+PUBLIC const char *amem_last_error_json(void) { return last_error[0] ? last_figures : ""; }
 PUBLIC const char *amem_last_report(void) { return last_report; }
 PUBLIC const char *amem_version(void) { return AMEM_VERSION; }
 PUBLIC void amem_free(char *text) { free(text); }
@@ -181,7 +193,7 @@ static amem_status change(const char *tags, bool pause) {
     char text[AMEM_ERROR_TEXT] = "";
     status = (amem_status)(pause ? core->pause : core->resume)(tags, text);
     if (status == AMEM_ERROR_NO_CUMEM && cumem_off()) return no_cumem();
-    if (status != AMEM_OK) return api_fail(status, text);
+    if (status != AMEM_OK) return api_fail_in_core(status, text);
     strcpy(last_report, text);
     return AMEM_OK;
 }
@@ -216,8 +228,17 @@ PUBLIC char *amem_stats_json(void) {
     const struct amem_core *core = core_loaded();
     if (core) return core->stats();
     char *text = NULL;
-    if (asprintf(&text, "{\"version\":\"%s\",\"state\":\"%s\",\"group\":%d}", AMEM_VERSION,
-                 amem_state() == AMEM_STATE_WAITING ? "waiting" : "off", config.group) < 0)
+    /* The core's fields, of which there is nothing to tell yet. */
+    if (asprintf(&text,
+                 "{\"version\":\"%s\",\"state\":\"%s\",\"pid\":%d,\"process_id\":\"\",\"group\":%d,\"device_bytes\":0,"
+                 "\"paused_bytes\":0,\"devices\":[],\"resident\":{},\"host\":{\"arena_bytes\":0},\"peers\":[],"
+                 "\"regions\":[],\"sharers\":[],\"pauses\":0,\"resumes\":0,"
+                 "\"last_pause\":{\"seconds\":0,\"quiesce_seconds\":0,\"copy_seconds\":0,\"release_seconds\":0,"
+                 "\"bytes\":0,\"detached_bytes\":0,\"copied_bytes\":0},"
+                 "\"last_resume\":{\"seconds\":0,\"create_seconds\":0,\"peers_seconds\":0,\"copy_seconds\":0,"
+                 "\"ready_seconds\":0,\"bytes\":0,\"copied_bytes\":0},"
+                 "\"driver_calls\":{},\"messages_sent\":0}",
+                 AMEM_VERSION, amem_state() == AMEM_STATE_WAITING ? "waiting" : "off", (int)getpid(), config.group) < 0)
         return NULL;
     return text;
 }

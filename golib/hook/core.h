@@ -61,7 +61,8 @@ struct amem_host {
 /*
  * Given to the hook by the core. The driver wrappers are called on NCCL's
  * threads and answer a CUresult or AMEM_PASS. The control functions answer an
- * amem_status and write why they failed to text (AMEM_ERROR_TEXT bytes).
+ * amem_status and write why they failed to text (AMEM_ERROR_TEXT bytes), and, after
+ * the text's end, the failure's figures as JSON text, "" if it has none.
  */
 struct amem_core {
     uint32_t abi;

@@ -90,5 +90,7 @@ extern struct amem_config config;
 amem_status api_configure(void);                            /* reads the environment, once */
 bool api_is_on(const char *variable);                       /* a switch in the environment */
 amem_status api_fail(amem_status status, const char *text); /* sets this thread's amem_last_error() */
+/* The same, with what the core wrote to text: the figures too. */
+amem_status api_fail_in_core(amem_status status, const char text[static AMEM_ERROR_TEXT]);
 
 #endif

@@ -49,7 +49,7 @@ static void *allocate(int region, ssize_t size, int device) {
     else
         strcpy(text, "CUDA does not work in a process that was forked from one that uses it");
     if (status == AMEM_OK) return (void *)(uintptr_t)ptr;
-    api_fail((amem_status)status, text);
+    api_fail_in_core((amem_status)status, text);
     log_line(LOG_WARN, "%s", text);
     return NULL;
 }

@@ -26,7 +26,7 @@ type Usage struct {
 // Usage answers the memory of each device that NCCL has used, and the bytes
 // that a pause does not release, by reason.
 func (s *Space) Usage() ([]Usage, map[string]uint64) {
-	var list []Usage
+	list := []Usage{} // JSON's list, not null
 	index := map[int32]int{}
 	for _, d := range s.Devices() {
 		u := Usage{Ordinal: d.Ordinal, UUID: uuidText(d.UUID)}

@@ -20,6 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import compat
     from ._api import (
+        Holder,
         State,
         Stats,
         Transition,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ._regions import Region, cuda_graph, current_region, default_region, disable, region
     from .errors import (
         AmemError,
+        ArgumentTypeError,
         CoreError,
         CudaError,
         DeadlineError,
@@ -59,10 +61,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmemError",
+    "ArgumentTypeError",
     "CoreError",
     "CudaError",
     "DeadlineError",
     "ForkedError",
+    "Holder",
     "HostMemoryError",
     "InternalError",
     "InvalidArgumentError",

@@ -8,14 +8,17 @@ import enum
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, cast
 
 from . import _library
 from ._library import enable
-from .errors import InternalError, InvalidArgumentError
+from .errors import InternalError, NoNcclError
+
+NCCL = "nccl"  # the tag of NCCL's memory
 
 __all__ = [
+    "Holder",
     "State",
     "Stats",
     "Transition",
@@ -42,40 +45,117 @@ class State(enum.Enum):
     PAUSED = 3
 
 
-class LastTransition(TypedDict):
-    """The last pause, or the last resume."""
+class LastPause(TypedDict):
+    """The last pause of NCCL's memory."""
 
     seconds: float
+    quiesce_seconds: float
+    copy_seconds: float
+    release_seconds: float
+    bytes: int
+    detached_bytes: int
+    copied_bytes: int
+
+
+class LastResume(TypedDict):
+    """The last resume of NCCL's memory."""
+
+    seconds: float
+    create_seconds: float
+    peers_seconds: float
+    copy_seconds: float
+    ready_seconds: float
     bytes: int
     copied_bytes: int
 
 
-class Stats(TypedDict, total=False):
-    """The main fields of the statistics; docs/statistics.md lists them all.
+class DeviceStats(TypedDict):
+    """A device that NCCL has used."""
 
-    Until NCCL or a region is in use there are only version, state and group.
-    """
+    ordinal: int
+    uuid: str
+    slabs: int
+    chunks: int
+    slab_bytes: int
+    slab_used_bytes: int
+    direct_bytes: int
+    device_bytes: int
+    paused_bytes: int
+    resident_bytes: int
+    imported_bytes: int
+    free_bytes: int
+    total_bytes: int
+
+
+class HostStats(TypedDict):
+    """Host memory that amem holds."""
+
+    arena_bytes: int
+
+
+class PeerStats(TypedDict):
+    """A process that shares memory with this one."""
+
+    pid: int
+    process_id: str
+    group: int
+    imports: int
+    exports: int
+    stopped: bool
+
+
+class RegionStats(TypedDict):
+    """torch's memory of one tag and backup."""
+
+    tag: str
+    backup: str
+    state: str
+    allocations: int
+    allocated_bytes: int
+    device_bytes: int
+    paused_bytes: int
+    opened_bytes: int
+    resident: dict[str, int]
+    host_bytes: int
+    disk_bytes: int
+
+
+class Stats(TypedDict):
+    """The statistics; docs/statistics.md says what each field is. All are there from the start."""
 
     version: str
     state: str
     """NCCL's: as State, in lower case"""
-    group: int
     pid: int
+    process_id: str
+    group: int
     device_bytes: int
     """NCCL's memory of this process that is on the devices now"""
     paused_bytes: int
     """NCCL's memory of this process that is given back now"""
+    devices: list[DeviceStats]
     resident: dict[str, int]
     """bytes that a pause does not give back, by reason"""
-    devices: list[dict[str, Any]]
-    host: dict[str, int]
-    peers: list[dict[str, Any]]
-    regions: list[dict[str, Any]]
+    host: HostStats
+    peers: list[PeerStats]
+    regions: list[RegionStats]
     """torch's memory, by tag and backup"""
+    sharers: list[PeerStats]
     pauses: int
     resumes: int
-    last_pause: LastTransition
-    last_resume: LastTransition
+    last_pause: LastPause
+    last_resume: LastResume
+    driver_calls: dict[str, int]
+    messages_sent: int
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that still maps memory which a pause has given back."""
+
+    pid: int
+    group: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +169,14 @@ class Transition:
     """of which this many were copied to, or from, host memory"""
     changed: bool
     """False if the process was in the wanted state already"""
+    tags: tuple[str, ...] = ()
+    """those that were not in the wanted state already"""
+    held_bytes: int = 0
+    """of what a pause gave back: not free yet, since other processes have not let go of it"""
+    held_by: tuple[Holder, ...] = ()
+    """those processes"""
+    uncovered_bytes: int = 0
+    """torch's memory that a pause left, since the default region does not cover expandable segments"""
 
 
 def pause(*tags: str) -> Transition:
@@ -99,19 +187,33 @@ def pause(*tags: str) -> Transition:
     peer has paused too. Until resume() no collective may be started, and no
     tensor of the tags used. Does nothing for what is paused already.
 
+    Without tags, it raises too if NCCL is in use and amem does not have its
+    memory. To pause regions alone there, name them.
+
     Raises:
         NotEnabledError: amem was not enabled before the first communicator.
+        NoNcclError: the NCCL that torch uses is not one that amem has found.
         NoCuMemError: NCCL allocates with cudaMalloc; there is nothing to pause.
         InvalidArgumentError: there is no such tag.
         DeadlineError: a peer did not pause in time; the message names it.
         HostMemoryError: too little host memory to keep the contents in.
         AmemError: anything else. The process stays active.
     """
-    library, text = _loaded(), _library.tag_list(tags)
+    text, library = _library.tag_list(tags), _loaded()
+    if not tags:
+        _check_nccl(library)
+    uncovered = 0
     regions = sys.modules.get(f"{__package__}._regions")
     if regions is not None:
         regions.trim(tags)
-    return _transit(library, "pause", text)
+        uncovered = regions.uncovered_bytes(tags)
+    transition = replace(_transit(library, "pause", text), uncovered_bytes=uncovered)
+    if transition.held_bytes:
+        _warn(
+            f"pause: {transition.held_bytes} bytes are not free yet, since other processes have not let go of them: "
+            + ", ".join(f"pid {who.pid} (group {who.group}) {who.bytes} bytes" for who in transition.held_by)
+        )
+    return transition
 
 
 def resume(*tags: str) -> Transition:
@@ -127,7 +229,50 @@ def resume(*tags: str) -> Transition:
         InvalidArgumentError: there is no such tag.
         AmemError: anything else. Each tag is either restored or still paused.
     """
-    return _transit(_loaded(), "resume", _library.tag_list(tags))
+    text, library = _library.tag_list(tags), _loaded()
+    return _transit(library, "resume", text)
+
+
+def _warn(message: str) -> None:
+    import logging  # slow to import, and this is the rare case
+
+    logging.getLogger("amem").warning(message)
+
+
+def _check_nccl(library: ctypes.CDLL) -> None:
+    """Raises if torch has a communicator of an NCCL that amem does not have."""
+    stands = State(library.amem_tag_state(NCCL.encode()))
+    if stands in (State.ACTIVE, State.PAUSED) or not _torch_has_communicator():
+        return
+    if stands is State.OFF:
+        raise _library.not_enabled(
+            "torch.distributed uses NCCL, and amem is not enabled in this process, so a pause would leave NCCL's "
+            "memory: name the tags to pause regions alone; otherwise call amem.enable(), or set AMEM_ENABLE=1, before "
+            "the first NCCL communicator"
+        )
+    raise NoNcclError(
+        "torch.distributed uses an NCCL that amem has not found, so a pause would leave its memory: name its file in "
+        "AMEM_NCCL_LIBRARY, or use a PyTorch that loads libnccl.so.2; name the tags to pause regions alone"
+    )
+
+
+def _torch_has_communicator() -> bool:
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None:
+        return False
+    torch: Any = sys.modules["torch"]
+    groups: dict[Any, Any] = distributed._world.pg_map
+    for group, (backends, *_) in list(groups.items()):
+        if "nccl" not in backends:
+            continue
+        try:
+            backend = group._get_backend(torch.device("cuda"))
+            # torch 2.15's ProcessGroupNCCL2 has the latter alone.
+            if (getattr(backend, "_is_initialized", None) or backend._comm_ptr)():
+                return True
+        except (AttributeError, RuntimeError):  # this torch can't say
+            return True
+    return False
 
 
 def _loaded() -> ctypes.CDLL:
@@ -140,36 +285,57 @@ def _loaded() -> ctypes.CDLL:
 def _transit(library: ctypes.CDLL, verb: str, text: bytes | None) -> Transition:
     _library.check(library, f"amem_{verb}", getattr(library, f"amem_{verb}")(text))
     report = library.amem_last_report()
-    if not report:
-        raise InternalError(f"amem_{verb} did not say what it did")
-    did = json.loads(report)
-    return Transition(
-        seconds=float(did["seconds"]),
-        bytes=int(did["bytes"]),
-        copied_bytes=int(did["copied_bytes"]),
-        changed=bool(did["changed"]),
-    )
+    try:
+        did = json.loads(report)
+        return Transition(
+            seconds=float(did["seconds"]),
+            bytes=int(did["bytes"]),
+            copied_bytes=int(did["copied_bytes"]),
+            changed=bool(did["changed"]),
+            tags=tuple(did.get("tags") or ()),
+            held_bytes=int(did.get("held_bytes", 0)),
+            held_by=tuple(Holder(who["pid"], who["group"], who["bytes"]) for who in did.get("held_by") or ()),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InternalError(f"amem_{verb} did not say what it did: {report!r}") from error
+
+
+def _paused_tags(tags: tuple[str, ...]) -> set[str]:
+    """Which of the tags, or of all, are paused, if only with one of their backups."""
+    if not tags:
+        library = _library.loaded()
+        if library is None:
+            return set()
+        tags = (NCCL, *(region["tag"] for region in _read_stats(library)["regions"]))
+    return {tag for tag in tags if state(tag) is State.PAUSED}
 
 
 @contextlib.contextmanager
 def paused(*tags: str) -> Iterator[Transition]:
-    """Pauses on entry and resumes on exit, also when the body raised.
+    """Pauses on entry, and resumes what that has paused on exit, also when the body raised.
 
-    If the body raised and the resume fails too, the resume's error is raised,
-    with the body's as its __context__.
+    A tag that was paused before stays so. If the body raised and the resume
+    fails too, the resume's error is raised, with the body's as its __context__.
     """
+    _library.tag_list(tags)
+    before = _paused_tags(tags)
     try:
         transition = pause(*tags)
+        changed = set(transition.tags) or (_paused_tags(tags) if transition.changed else set())
     except Exception:
         raise
     except BaseException:  # Ctrl-C, which may have come when the library had paused already
-        if state() is State.PAUSED:
-            resume(*tags)
+        _resume_again(_paused_tags(tags) - before)
         raise
     try:
         yield transition
     finally:
-        resume(*tags)
+        _resume_again(changed - before)
+
+
+def _resume_again(tags: set[str]) -> None:
+    if tags:
+        resume(*sorted(tags))
 
 
 def state(tag: str | None = None) -> State:
@@ -209,8 +375,8 @@ def free_host_memory(*tags: str) -> None:
         InvalidStateError: a tag is paused, and the memory holds its contents.
         AmemError: anything else. The memory is kept.
     """
-    library = _loaded()
-    _library.check(library, "amem_free_host_memory", library.amem_free_host_memory(_library.tag_list(tags)))
+    text, library = _library.tag_list(tags), _loaded()
+    _library.check(library, "amem_free_host_memory", library.amem_free_host_memory(text))
 
 
 def set_group_id(group: int) -> None:
@@ -220,8 +386,7 @@ def set_group_id(group: int) -> None:
         InvalidArgumentError: the number is out of range.
         InvalidStateError: the first communicator exists already.
     """
-    if not -(2**31) <= group < 2**31:
-        raise InvalidArgumentError(f"group ID {group} does not fit in 32 bits")
+    group = _library.whole("group ID", group, 0, 2**31 - 1)
     library = _library.load()
     _library.check(library, "amem_set_group_id", library.amem_set_group_id(group))
 
@@ -242,6 +407,8 @@ def _read_stats(library: ctypes.CDLL) -> dict[str, Any]:
         raise InternalError(message)
     try:
         parsed: dict[str, Any] = json.loads(ctypes.string_at(text))
+    except ValueError as error:
+        raise InternalError(f"amem_stats_json gave no statistics: {error}") from error
     finally:
         library.amem_free(text)
     return parsed

@@ -6,7 +6,6 @@ little, and a failure is one line on stderr: it must never stop a process.
 
 from __future__ import annotations
 
-import os
 import sys
 
 from . import _env
@@ -17,8 +16,13 @@ if TYPE_CHECKING:
 
 
 def run() -> None:
-    _obey("AMEM_ENABLE", "not enabled", _enable)
-    _obey("AMEM_COMPAT_TMS", "not in the place of torch_memory_saver", _install)
+    if _env.switch("AMEM_ENABLE"):
+        _try("not enabled", _enable)
+    if _env.switch("AMEM_COMPAT_TMS"):
+        _try("not in the place of torch_memory_saver", _install)
+    library = sys.modules.get(f"{__package__}._library")
+    if getattr(library, "_loaded", None) is None and "libamem_hook.so" not in (_env.text("LD_PRELOAD") or ""):
+        _env.warn_of_unknown()
 
 
 def _enable() -> None:
@@ -33,19 +37,11 @@ def _install() -> None:
     compat.install()
 
 
-def _obey(variable: str, failure: str, do: Callable[[], None]) -> None:
-    value = os.environ.get(variable, "")
-    if value.lower() in _env.OFF:
-        return
+def _try(failure: str, do: Callable[[], None]) -> None:
     try:
-        if value.lower() in _env.ON:
-            do()
-            return
-        reason = f"{variable}={value} is neither 1 nor 0"
+        do()
     except Exception as error:
-        reason = str(error)
-    if sys.stderr is not None:
-        print(f"amem: {failure}:", " ".join(reason.split()), file=sys.stderr)
+        _env.say(f"{failure}: {error}")
 
 
 run()

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _library
 from ._api import State
-from .errors import InvalidArgumentError, InvalidStateError
+from .errors import ArgumentTypeError, InvalidArgumentError, InvalidStateError
 
 __all__ = ["cpu_backup", "set_disk_directory"]
 
@@ -44,8 +44,16 @@ def last_backup(tensor: Any, zero_copy: bool = False) -> Any:
     return _read(tensor, zero_copy, retained=True)
 
 
+def check_tensor(tensor: Any) -> Any:
+    """Answers torch, if it is one of torch's tensors."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(f"no tensor of torch's: a {type(tensor).__name__}")
+    return torch
+
+
 def _read(tensor: Any, zero_copy: bool, retained: bool) -> Any:
-    torch: Any = sys.modules["torch"]
+    torch = check_tensor(tensor)
     if tensor.device.type != "cuda" or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         raise InvalidArgumentError(f"no plain tensor on a GPU: {tensor.device}, {tensor.layout}")
     tensor = tensor.detach()
@@ -54,7 +62,11 @@ def _read(tensor: Any, zero_copy: bool, retained: bool) -> Any:
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu")
     # Elements from the first to the last in memory; there may be others between.
     extent = 1 + sum((n - 1) * step for n, step in zip(size, stride))
-    length, address = extent * tensor.element_size(), tensor.data_ptr()
+    length = extent * tensor.element_size()
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:  # of a subclass
+        raise InvalidArgumentError(f"the tensor has no memory of its own: {error}") from error
 
     library = _library.loaded()
     state = State.OFF if library is None else State(library.amem_memory_state(address))
@@ -87,5 +99,6 @@ def set_disk_directory(path: str | os.PathLike[str]) -> None:
         CoreError: the library is missing or of another release.
         AmemError: the folder can't be used.
     """
+    folder = _library.folder_path(path)
     library = _library.load()
-    _library.check(library, "amem_set_disk_directory", library.amem_set_disk_directory(os.fsencode(path)))
+    _library.check(library, "amem_set_disk_directory", library.amem_set_disk_directory(folder))

@@ -6,8 +6,12 @@ import ctypes
 import os
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 
-from . import __version__
-from .errors import CoreError, InvalidArgumentError, NotEnabledError, from_status
+from . import __version__, _env
+from .errors import AmemError, ArgumentTypeError, CoreError, InvalidArgumentError, NotEnabledError, from_status
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 HOOK = "libamem_hook.so"
 CORE = "libamem_nccl.so"
@@ -44,6 +48,7 @@ FUNCTIONS = (
     ("amem_set_group_id", c_int, (c_int,)),
     ("amem_get_group_id", c_int, (POINTER(c_int),)),
     ("amem_last_error", c_char_p, ()),
+    ("amem_last_error_json", c_char_p, ()),
     ("amem_version", c_char_p, ()),
 )
 
@@ -52,12 +57,12 @@ _loaded: ctypes.CDLL | None = None
 
 def folder() -> str:
     """The folder that holds amem's libraries."""
-    return os.environ.get("AMEM_LIBRARY_DIR") or os.path.join(os.path.dirname(__file__), "lib")
+    return _env.text("AMEM_LIBRARY_DIR") or os.path.join(os.path.dirname(__file__), "lib")
 
 
 def simulator_folder() -> str:
     """The folder that holds the simulated libcuda.so.1 and libnccl.so.2."""
-    return os.environ.get("AMEM_SIM_LIBRARY_DIR") or os.path.join(os.path.dirname(__file__), "sim")
+    return _env.text("AMEM_SIM_LIBRARY_DIR") or os.path.join(os.path.dirname(__file__), "sim")
 
 
 def loaded() -> ctypes.CDLL | None:
@@ -120,21 +125,62 @@ def check(library: ctypes.CDLL, what: str, status: int) -> None:
     message = message or f"{what} failed with status {status}"
     if status == NotEnabledError.status:
         raise not_enabled(message)
-    raise from_status(status, message)
+    raise from_status(status, message, _figures(library))
+
+
+def _figures(library: ctypes.CDLL) -> dict[str, Any] | None:
+    text = library.amem_last_error_json()
+    if not text:
+        return None
+    import json  # slow to import, and this module is imported while Python starts
+
+    figures: dict[str, Any] = json.loads(text)
+    return figures
 
 
 def tag_list(tags: tuple[str, ...]) -> bytes | None:
     """Tags as the library wants them; None for all, which is what no tags mean."""
     for tag in tags:
+        if not isinstance(tag, str):
+            raise ArgumentTypeError(f"{tag!r} is not a tag, which is a text: pass each as an argument of its own")
         # The library separates tags by commas and ends at a zero byte.
-        if not isinstance(tag, str) or not tag or "," in tag or "\0" in tag:
+        if not tag or "," in tag or "\0" in tag:
             raise InvalidArgumentError(f"{tag!r} is not a tag: pass each tag as an argument of its own")
-    return ",".join(tags).encode() if tags else None
+    try:
+        return ",".join(tags).encode() if tags else None
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"a tag is not a text that UTF-8 can hold: {error}") from None
+
+
+def whole(name: str, value: object, least: int, most: int) -> int:
+    """The value, if it is a whole number from least to most."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise ArgumentTypeError(f"{name} {value!r} is not a whole number")
+    number: int = type(value).__index__(value)  # type: ignore[attr-defined]
+    if not least <= number <= most:
+        raise InvalidArgumentError(f"{name} {number} is not from {least} to {most}")
+    return number
+
+
+def folder_path(path: object) -> bytes:
+    """A path as the library wants it."""
+    try:
+        encoded = os.fsencode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentTypeError(f"{path!r} is not a path") from None
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"{path!r} can't be a path: {error}") from None
+    if not encoded or b"\0" in encoded:
+        raise InvalidArgumentError(f"{path!r} can't be a path")
+    return encoded
 
 
 def not_enabled(message: str) -> NotEnabledError:
-    hint = "call amem.enable(), or set AMEM_ENABLE=1, before the first NCCL communicator"
-    return NotEnabledError(message if "amem.enable()" in message else f"{message}: {hint}")
+    """With what to do, and why amem is not enabled, where that is known."""
+    if "amem.enable()" not in message:
+        message += ": call amem.enable(), or set AMEM_ENABLE=1, before the first NCCL communicator"
+    why = _env.why_not_enabled(message)
+    return NotEnabledError(f"{message}; {why}" if why else message)
 
 
 def enable() -> None:
@@ -148,10 +194,15 @@ def enable() -> None:
         CoreError: the library is missing or of another release.
         AmemError: anything else; the message says what to do.
     """
-    library = load()
-    first = library.amem_state() == 0
-    check(library, "amem_enable", library.amem_enable())
-    if first and os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+    try:
+        library = load()
+        first = library.amem_state() == 0
+        check(library, "amem_enable", library.amem_enable())
+    except AmemError as error:
+        _env.set_failure(str(error))
+        raise
+    _env.set_failure(None)
+    if first and _env.text("NCCL_CUMEM_ENABLE") == "0":
         # Imported here: logging is slow to import and this is the rare case.
         import logging
 

@@ -11,6 +11,7 @@ import os
 import sys
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 
+from . import _env
 from ._foreign import Foreign
 
 INT32 = 2
@@ -53,7 +54,7 @@ class NcclError(RuntimeError):
 
 def find() -> str:
     """The library of AMEM_NCCL_LIBRARY, else the one that torch would load, else the system's."""
-    chosen = os.environ.get("AMEM_NCCL_LIBRARY")
+    chosen = _env.text("AMEM_NCCL_LIBRARY")
     if chosen:
         return chosen
     for folder in sys.path:

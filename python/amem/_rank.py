@@ -105,7 +105,7 @@ class Rank:
         try:
             return {"value": getattr(self, command)(**arguments)}
         except Exception as error:
-            return {"error": type(error).__name__, "message": str(error)}
+            return {"error": type(error).__name__, "message": str(error), "figures": getattr(error, "figures", {})}
 
 
 def serve(rank: Rank) -> None:

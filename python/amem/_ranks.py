@@ -32,12 +32,13 @@ EXIT_S = 10.0
 
 
 class RankError(RuntimeError):
-    """A command failed in a rank; error is the name of the exception's class."""
+    """A command failed in a rank; error is the name of the exception's class, figures are those of amem's."""
 
-    def __init__(self, rank: int, error: str, message: str) -> None:
+    def __init__(self, rank: int, error: str, message: str, figures: dict[str, Any] | None = None) -> None:
         super().__init__(f"rank {rank}: {error}: {message}")
         self.rank = rank
         self.error = error
+        self.figures = figures or {}
         self.message = message
 
 
@@ -104,7 +105,7 @@ class RankProcess:
         answer = json.loads(self._buffer)
         self._buffer = b""
         if "error" in answer:
-            self._outcome = RankError(self.number, answer["error"], answer["message"])
+            self._outcome = RankError(self.number, answer["error"], answer["message"], answer["figures"])
         else:
             self._outcome = answer["value"]
         return True

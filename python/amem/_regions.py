@@ -30,13 +30,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import _library
-from .errors import InternalError, InvalidArgumentError, InvalidStateError, TorchError
+from .errors import ArgumentTypeError, InternalError, InvalidArgumentError, InvalidStateError, TorchError
 
 __all__ = ["Backup", "Region", "cuda_graph", "current_region", "default_region", "disable", "region"]
 
 Backup = Literal["cpu", "none", "disk"]
 BACKUPS = {"none": 0, "cpu": 1, "disk": 2}  # amem_backup_t
-PAUSED = 3  # of amem_state_t
+OFF, PAUSED = 0, 3  # of amem_state_t
+EXPANDABLE_OFF = (
+    "take it out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, and of what the program gives to "
+    "torch.cuda.memory._set_allocator_settings()"
+)
 
 # If so much has become unused while a region was entered, its pools are closed
 # when it is left, since torch would keep that for the region. Otherwise the next
@@ -51,8 +55,16 @@ class Region:
     tag: str
     backup: Backup
 
+    def __post_init__(self) -> None:
+        _library.tag_list((self.tag,))
+        if not isinstance(self.backup, str):
+            raise ArgumentTypeError(f"{self.backup!r} is not a backup: it is one of {', '.join(map(repr, BACKUPS))}")
+        if self.backup not in BACKUPS:
+            raise InvalidArgumentError(f"{self.backup!r} is not a backup: it is one of {', '.join(map(repr, BACKUPS))}")
+
     def __enter__(self) -> Region:
         torch = _torch()
+        _check_pools(torch)
         if torch.cuda.is_current_stream_capturing():
             raise InvalidStateError(
                 f"region {self.tag}: a CUDA graph is being captured, whose memory must be its own: "
@@ -91,9 +103,6 @@ def region(tag: str, backup: Backup = "cpu") -> Region:
         InvalidStateError: on entry; a CUDA graph is being captured.
         AmemError: anything else, on entry.
     """
-    _library.tag_list((tag,))
-    if backup not in BACKUPS:
-        raise InvalidArgumentError(f"{backup!r} is not a backup: it is one of {', '.join(map(repr, BACKUPS))}")
     return Region(tag, backup)
 
 
@@ -137,10 +146,10 @@ def set_default(wanted: Region | None, keeps_cache: bool = False) -> None:
     if _thread.frames:
         raise InvalidStateError("the default region can't be changed inside of a region or of disable()")
     torch = _import_torch()
-    if wanted is not None and _expandable_segments():
+    if wanted is not None and _expandable_segments(torch):
         raise TorchError(
             "the default region can't be used with expandable_segments:True, with which torch does not allocate by "
-            "cudaMalloc: take it out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+            f"cudaMalloc: {EXPANDABLE_OFF}"
         )
     library = _library.load()
     tag, backup = (None, 0) if wanted is None else (wanted.tag.encode(), BACKUPS[wanted.backup])
@@ -213,6 +222,8 @@ def cuda_graph(
     """
     wanted = region(tag, backup)
     torch = _torch()
+    _check_pools(torch)
+    _check_graph(torch, graph, pool, stream, capture_error_mode)
     memory = _memory(torch, wanted)
     used = torch.cuda.graph.default_capture_stream if stream is None else stream
     device = torch.cuda.current_device() if used is None else used.device_index
@@ -227,6 +238,23 @@ def cuda_graph(
         if pool is None:
             # Only the graph keeps its memory now, as torch has it.
             torch._C._cuda_releasePool(device, own.id)
+
+
+def _check_graph(torch: Any, graph: Any, pool: Any, stream: Any, mode: Any) -> None:
+    """The arguments of cuda_graph(), which torch would take wrong ones of half-way."""
+    if not isinstance(graph, torch.cuda.CUDAGraph):
+        raise ArgumentTypeError(f"{graph!r} is not a torch.cuda.CUDAGraph")
+    if pool is not None and not (
+        isinstance(pool, (tuple, list)) and len(pool) == 2 and all(isinstance(part, int) for part in pool)
+    ):
+        raise ArgumentTypeError(
+            f"{pool!r} is not a pool: torch.cuda.graph_pool_handle(), or a graph's pool(), gives one"
+        )
+    if stream is not None and not isinstance(getattr(stream, "device_index", None), int):
+        raise ArgumentTypeError(f"{stream!r} is not a torch.cuda.Stream")
+    modes = ("global", "thread_local", "relaxed")
+    if mode not in modes:
+        raise InvalidArgumentError(f"capture_error_mode {mode!r} is not one of {', '.join(map(repr, modes))}")
 
 
 def tags() -> list[str]:
@@ -291,6 +319,36 @@ def trim(paused: tuple[str, ...]) -> None:
     else:
         _empty_own_cache(paused)
     _close(closing)
+
+
+def uncovered_bytes(paused: tuple[str, ...]) -> int:
+    """What torch has in expandable segments at a pause of these tags, or of all, with the default region among them.
+
+    The setting can change at any time, and then torch's memory does not come by
+    cudaMalloc, and is not the region's.
+    """
+    global _warned_of_expandable
+    if _default is None or (paused and _default.tag not in paused):
+        return 0
+    snapshot = _snapshot(_import_torch())
+    library = _library.load()
+    uncovered = sum(
+        int(segment["total_size"])
+        for segment in snapshot["segments"]
+        if segment.get("is_expandable") and library.amem_memory_state(segment["address"]) == OFF
+    )
+    if (uncovered or snapshot["allocator_settings"]["expandable_segments"]) and not _warned_of_expandable:
+        _warned_of_expandable = True
+        import logging  # slow to import, and this is the rare case
+
+        logging.getLogger("amem").warning(
+            "pause: torch allocates with expandable_segments:True since the default region %r was set, which then does "
+            "not cover what torch allocates: %d bytes of it are not paused now; %s",
+            _default.tag,
+            uncovered,
+            EXPANDABLE_OFF,
+        )
+    return uncovered
 
 
 def _empty_own_cache(paused: tuple[str, ...]) -> None:
@@ -396,6 +454,7 @@ _ordinary: _Memory | None = None  # made when there is a default region
 _default: Region | None = None
 _cached_tags: set[str] = set()  # of what torch's own cache may hold
 _keeps_cache = False
+_warned_of_expandable = False
 _empty: _Pools | None = None
 _empty_lock = threading.Lock()
 _checked: Any = None
@@ -698,18 +757,30 @@ def _check(torch: Any) -> None:
     # Before 2.8, a pool in use caught other threads' memory too.
     if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
         raise TorchError(f"{here}: regions need 2.8 or later; pip install 'torch>=2.8'")
-    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") is not None:
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
         raise TorchError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, which keeps torch from using pools: unset it")
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise TorchError(f"torch allocates with {backend}: regions need backend:native in PYTORCH_CUDA_ALLOC_CONF")
-    if _release(torch) < (2, 10) and _expandable_segments():
+
+
+def _check_pools(torch: Any) -> None:
+    """Each time: the setting can change."""
+    if _release(torch) < (2, 10) and _expandable_segments(torch):
         raise TorchError(
-            f"{here}, whose pools can't be used with expandable_segments:True: "
-            "take it out of PYTORCH_CUDA_ALLOC_CONF, or pip install 'torch>=2.10'"
+            f"this is PyTorch {torch.__version__}, whose pools can't be used with expandable_segments:True: "
+            f"{EXPANDABLE_OFF}, or pip install 'torch>=2.10'"
         )
 
 
-def _expandable_segments() -> bool:
-    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    return "expandable_segments:true" in conf.replace(" ", "").lower()
+def _expandable_segments(torch: Any) -> bool:
+    """Whether torch allocates so from now on: the environment gives the setting's first value only."""
+    return bool(_snapshot(torch)["allocator_settings"]["expandable_segments"])
+
+
+def _snapshot(torch: Any) -> Any:
+    """What torch's allocator holds, and its settings. Starts nothing of CUDA.
+
+    With other arguments than None, torch up to 2.11 takes references away from them.
+    """
+    return torch._C._cuda_memorySnapshot(None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from . import _api, _backup, _library, _regions
+from . import _api, _backup, _env, _library, _regions
 from .errors import AmemError, CoreError, InvalidArgumentError, InvalidStateError
 
 CpuBackupBackend = Literal["mmap", "pinned"]
@@ -28,24 +28,15 @@ HookMode = Literal["preload", "torch"]
 DEFAULT_TAG = "default"
 
 
-def _flag(name: str) -> bool:
-    value = os.environ.get(name, "")
-    if value.lower() in ("1", "true", "yes"):
-        return True
-    if value.lower() in ("", "0", "false", "no"):
-        return False
-    raise InvalidArgumentError(f"{name}={value} is neither 1 nor 0")
-
-
 class _Config(threading.local):
     """What a thread allocates: torch_memory_saver has it in parts, which callers set one by one."""
 
     def __init__(self) -> None:
         self.tag = DEFAULT_TAG
-        self.interesting = _flag("TMS_INIT_ENABLE")
-        self.cpu_backup = _flag("TMS_INIT_ENABLE_CPU_BACKUP")
-        self.disk_backup = _flag("TMS_INIT_ENABLE_DISK_BACKUP")
-        self.backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned"
+        self.interesting = _env.switch("TMS_INIT_ENABLE")
+        self.cpu_backup = _env.switch("TMS_INIT_ENABLE_CPU_BACKUP")
+        self.disk_backup = _env.switch("TMS_INIT_ENABLE_DISK_BACKUP")
+        self.backend = _env.text("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned"
 
     def region(self) -> _regions.Region:
         if self.cpu_backup and self.backend == "mmap":
@@ -138,7 +129,7 @@ class TorchMemorySaver:
         return self._ensure_initialized().get_cpu_backup(x, zero_copy)
 
     def set_disk_backup_dir(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
+        os.makedirs(_library.folder_path(path), exist_ok=True)
         self._ensure_initialized()
         _set_disk_directory(path)
 
@@ -202,8 +193,9 @@ def _checked_backend(backend: str) -> str:
 
 def _set_disk_directory(path: str) -> None:
     """Callers look for files with names in it."""
+    folder = _library.folder_path(path)
     library = _library.load()
-    status = library.amem_set_named_disk_directory(os.fsencode(path))
+    status = library.amem_set_named_disk_directory(folder)
     _library.check(library, "amem_set_named_disk_directory", status)
 
 
@@ -219,7 +211,7 @@ class _Impl:
     def __init__(self) -> None:
         self._binary_wrapper = BinaryWrapper()
         self._mem_pools = _MemPools()
-        directory = os.environ.get("TMS_DISK_BACKUP_DIR")
+        directory = _env.text("TMS_DISK_BACKUP_DIR")
         if directory:
             os.makedirs(directory, exist_ok=True)
             _set_disk_directory(directory)
@@ -291,6 +283,7 @@ class _Impl:
             _api.free_host_memory(*sorted(done))
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
+        _backup.check_tensor(x)
         library = _library.loaded()
         state = _api.State.OFF if library is None else _api.State(library.amem_memory_state(x.data_ptr()))
         if state is _api.State.OFF:
@@ -324,7 +317,7 @@ class _Functions:
     """The functions of torch_memory_saver's library that callers use through ctypes."""
 
     def __init__(self) -> None:
-        self._retain = _flag("TMS_RETAIN_CPU_BACKUP")
+        self._retain = _env.switch("TMS_RETAIN_CPU_BACKUP")
 
     def __getattr__(self, name: str) -> Any:
         """The original's library is linked with the CUDA runtime, whose functions are found through it."""
@@ -396,7 +389,7 @@ class _Functions:
         return self._retain
 
     def set_memory_margin_bytes(self, value: int) -> None:
-        _library.load().amem_set_memory_margin(value)
+        _library.load().amem_set_memory_margin(_library.whole("memory margin", value, 0, 2**64 - 1))
 
 
 _functions = _Functions()
@@ -456,7 +449,7 @@ def configure_subprocess() -> Iterator[None]:
 
     module = importlib.import_module("torch_memory_saver.hooks.mode_preload")  # where callers replace the function
     path = str(module.get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
-    others = os.environ.get("LD_PRELOAD")
+    others = _env.text("LD_PRELOAD")
     with change_env("AMEM_COMPAT_TMS", "1"), change_env("LD_PRELOAD", f"{path}:{others}" if others else path):
         yield
 
@@ -545,7 +538,7 @@ def fill(module: ModuleType) -> None:
         for other in MODULES:
             if other not in (name, f"{name}.testing_utils"):
                 importlib.import_module(other)
-        if _flag("TMS_INIT_ENABLE"):
+        if _env.switch("TMS_INIT_ENABLE"):
             # As with the original, what torch has cached is paused with the rest, and there again after a resume.
             _regions.set_default(_config.region(), keeps_cache=True)
             torch_memory_saver._ensure_initialized()

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 
 class AmemError(RuntimeError):
     """Any failure of amem. What failed was not done."""
 
     status: int = 0
+    _figures: dict[str, Any] | None = None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What the failure measured, as amem_last_error_json() of amem.h has it. Sizes are bytes."""
+        return dict(self._figures or {})
 
 
 class NotEnabledError(AmemError):
@@ -51,6 +61,10 @@ class InvalidArgumentError(AmemError, ValueError):
     status = 6
 
 
+class ArgumentTypeError(InvalidArgumentError, TypeError):
+    """An argument is of a wrong type."""
+
+
 class InvalidStateError(AmemError):
     """Not possible in the present state, such as a group ID set too late."""
 
@@ -61,6 +75,11 @@ class DeadlineError(AmemError, TimeoutError):
     """A peer or the device did not answer within AMEM_TIMEOUT_S."""
 
     status = 8
+
+    @property
+    def waiting_for(self) -> list[dict[str, int]]:
+        """pid and group of each process that was waited for, up to the first eight."""
+        return list(self.figures.get("waiting_for", ()))
 
 
 class OutOfMemoryError(AmemError, MemoryError):
@@ -73,44 +92,56 @@ class OutOfMemoryError(AmemError, MemoryError):
 
     @property
     def needed(self) -> int | None:
-        """Bytes that were needed on the device; None if the message has no figures."""
-        return self._figure("needed")
+        """Bytes that were needed on the device; None if that is not known."""
+        return self.figures.get("needed_bytes")
 
     @property
     def free(self) -> int | None:
         """Bytes that were free on the device."""
-        return self._figure("free")
+        return self.figures.get("free_bytes")
 
-    def _figure(self, name: str) -> int | None:
-        import re  # slow to import, and this module is imported while Python starts
-
-        found = re.search(r"has (?P<free>\d+) bytes free, (?P<needed>\d+) are needed", str(self))
-        return int(found[name]) if found else None
+    @property
+    def device(self) -> int | None:
+        """The device's ordinal."""
+        return self.figures.get("device")
 
     def __reduce__(self) -> tuple[object, ...]:
         # The class is made anew where this is unpickled, with that process's torch.
-        return out_of_memory, (str(self),)
+        return out_of_memory, (str(self), self._figures)
 
 
 _with_torch: type[OutOfMemoryError] | None = None
 
 
-def out_of_memory(message: str) -> OutOfMemoryError:
+def out_of_memory(message: str, figures: dict[str, Any] | None = None) -> OutOfMemoryError:
     """An OutOfMemoryError, which is torch's too where torch is imported."""
     global _with_torch
     of_torch = getattr(getattr(sys.modules.get("torch"), "cuda", None), "OutOfMemoryError", None)
-    if of_torch is None:
-        return OutOfMemoryError(message)
-    if _with_torch is None:
-        _with_torch = type("OutOfMemoryError", (OutOfMemoryError, of_torch), {"__doc__": OutOfMemoryError.__doc__})
-        _with_torch.__module__ = OutOfMemoryError.__module__
-    return _with_torch(message)
+    cls = OutOfMemoryError
+    if of_torch is not None:
+        if _with_torch is None:
+            _with_torch = type("OutOfMemoryError", (OutOfMemoryError, of_torch), {"__doc__": OutOfMemoryError.__doc__})
+            _with_torch.__module__ = OutOfMemoryError.__module__
+        cls = _with_torch
+    error = cls(message)
+    error._figures = figures
+    return error
 
 
 class HostMemoryError(AmemError, MemoryError):
-    """Not enough host memory to pause. The process stays active."""
+    """Not enough host memory, or disk, to pause. The process stays active."""
 
     status = 10
+
+    @property
+    def needed(self) -> int | None:
+        """More bytes that were needed; None if that is not known."""
+        return self.figures.get("needed_bytes")
+
+    @property
+    def free(self) -> int | None:
+        """Bytes that were free, where it is a disk."""
+        return self.figures.get("free_bytes")
 
 
 class CudaError(AmemError):
@@ -169,10 +200,11 @@ BY_STATUS: dict[int, type[AmemError]] = {
 }
 
 
-def from_status(status: int, message: str) -> AmemError:
+def from_status(status: int, message: str, figures: dict[str, Any] | None = None) -> AmemError:
     """The exception for a status of the library other than AMEM_OK."""
     if status == OutOfMemoryError.status:
-        return out_of_memory(message)
+        return out_of_memory(message, figures)
     error = BY_STATUS.get(status, AmemError)(message)
     error.status = status
+    error._figures = figures
     return error

@@ -14,7 +14,9 @@ from ._nccl import Nccl, find
 
 def main() -> int:
     """Prints the report; 0 if amem would work here."""
-    reasons: list[str] = []
+    # As this process was started, before anything here loads or enables it.
+    why = _env.why_not_enabled()
+    reasons: list[str] = [] if why is None else [why]
     lines = [
         ("amem", f"{amem.__version__}, Python {sys.version.split()[0]}"),
         *((name, _library_line(name, reasons)) for name in (_library.HOOK, _library.CORE)),
@@ -23,12 +25,12 @@ def main() -> int:
         ("NCCL", _nccl_line(reasons)),
     ]
     lines += [(name, value) for name, value in sorted(os.environ.items()) if _matters(name)]
-    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+    if _env.text("NCCL_CUMEM_ENABLE") == "0":
         reasons.append("NCCL_CUMEM_ENABLE=0: NCCL allocates with cudaMalloc and nothing can be paused; unset it")
+    for reason in dict.fromkeys(reasons):
+        print(f"{'would not work':<18} {reason}")
     for name, value in lines:
         print(f"{name:<18} {value}")
-    for reason in reasons:
-        print(f"{'would not work':<18} {reason}")
     if not reasons:
         print(f"{'would work':<18} yes")
     return 1 if reasons else 0
@@ -52,11 +54,6 @@ def _state_line(reasons: list[str]) -> str:
     """Tries to enable amem, after a look at whether the environment already did."""
     try:
         before = amem.state()
-        if before is amem.State.OFF and os.environ.get("AMEM_ENABLE", "").lower() in _env.ON:
-            reasons.append(
-                "AMEM_ENABLE is set but did nothing: Python did not read the .pth file of the wheel "
-                "(-S, -I with a user install, or a folder on PYTHONPATH); call amem.enable() instead"
-            )
         amem.enable()
     except amem.AmemError as error:
         reasons.append(str(error))

@@ -27,7 +27,7 @@ SOURCE = r"""
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int state, group = 100, frees, retain;
-static __thread char error[200], report[200];
+static __thread char error[200], report[2000];
 static char directory[200], directory_of_names[200];
 
 static int number(const char *name) {
@@ -116,7 +116,7 @@ int amem_region(const char *tag, int backup, functions *to) {
 static struct { char tag[80]; int backup, set; } wanted;
 
 int amem_default_region(const char *tag, int backup) {
-    if (tag && !strcmp(tag, "nccl")) return answer(6);
+    if (tag && (!strcmp(tag, "nccl") || strlen(tag) > 64)) return answer(6);
     wanted.set = tag != NULL;
     if (tag) strcpy(wanted.tag, tag);
     wanted.backup = backup;
@@ -246,6 +246,7 @@ static void move(struct block *block, int out) {
 
 static int transit(const char *tags, int to) {
     int changed = 0;
+    char names[500] = "";
     report[0] = 0;
     if (tags && !strncmp(tags, "status=", 7)) return answer(atoi(tags + 7));
     if (!known(tags)) return answer(6);
@@ -253,18 +254,27 @@ static int transit(const char *tags, int to) {
     if (to == 2 && number("FAKE_RESUME")) return answer(number("FAKE_RESUME"));
     if (state && named(tags, "nccl")) {
         changed = state != to;
+        if (changed) strcat(names, "\"nccl\"");
         state = to;
     }
     for (int r = 0; r < count; r++)
         if (named(tags, regions[r].tag)) {
-            changed |= regions[r].paused != (to == 3);
+            if (regions[r].paused != (to == 3)) {
+                char *end = names + strlen(names);
+                snprintf(end, names + sizeof names - end, "%s\"%s\"", changed ? ", " : "", regions[r].tag);
+                changed = 1;
+            }
             regions[r].paused = to == 3;
             for (int i = 0; i < BLOCKS; i++)
                 if (blocks[i].at && blocks[i].region == r) move(&blocks[i], to == 3);
         }
-    if (!changed) strcpy(report, "{\"changed\": false, \"seconds\": 0, \"bytes\": 0, \"copied_bytes\": 0}");
-    else if (to == 3) strcpy(report, "{\"changed\": true, \"seconds\": 0.25, \"bytes\": 4096, \"copied_bytes\": 512}");
-    else strcpy(report, "{\"changed\": true, \"seconds\": 0.5, \"bytes\": 8192, \"copied_bytes\": 1024}");
+    const char *held = getenv("FAKE_HELD");
+    snprintf(report, sizeof report, "{\"changed\": %s, \"seconds\": %g, \"bytes\": %d, \"copied_bytes\": %d",
+             changed ? "true" : "false", !changed ? 0 : to == 3 ? 0.25 : 0.5, !changed ? 0 : to == 3 ? 4096 : 8192,
+             !changed ? 0 : to == 3 ? 512 : 1024);
+    if (!number("FAKE_WITHOUT_TAGS")) sprintf(report + strlen(report), ", \"tags\": [%s]", names);
+    if (held && to == 3) sprintf(report + strlen(report), ", %s", held);
+    strcat(report, "}");
     return answer(0);
 }
 
@@ -287,7 +297,7 @@ int amem_state(void) {
 }
 
 int amem_tag_state(const char *tag) {
-    if (!strcmp(tag, "nccl")) return state;
+    if (!strcmp(tag, "nccl")) return state && number("FAKE_WAITING") ? 1 : state;
     for (int r = 0; r < count; r++)
         if (!strcmp(tag, regions[r].tag)) return regions[r].paused ? 3 : 2;
     return 0;
@@ -295,9 +305,15 @@ int amem_tag_state(const char *tag) {
 
 char *amem_stats_json(void) {
     if (answer(number("FAKE_STATS"))) return NULL;
-    return strdup("{\"state\": \"active\","
+    char text[2000], *end = text;
+    end += sprintf(end, "{\"state\": \"active\","
                   " \"last_pause\": {\"seconds\": 0.25, \"bytes\": 4096, \"copied_bytes\": 512},"
-                  " \"last_resume\": {\"seconds\": 0.5, \"bytes\": 8192, \"copied_bytes\": 1024}}");
+                  " \"last_resume\": {\"seconds\": 0.5, \"bytes\": 8192, \"copied_bytes\": 1024}, \"regions\": [");
+    for (int r = 0; r < count; r++)
+        end += sprintf(end, "%s{\"tag\": \"%s\", \"state\": \"%s\"}", r ? ", " : "", regions[r].tag,
+                       regions[r].paused ? "paused" : "active");
+    strcpy(end, "]}");
+    return strdup(text);
 }
 
 void amem_free(char *text) {
@@ -334,6 +350,7 @@ int amem_get_group_id(int *to) {
 }
 
 const char *amem_last_error(void) { return error; }
+const char *amem_last_error_json(void) { return error[0] && getenv("FAKE_FIGURES") ? getenv("FAKE_FIGURES") : ""; }
 const char *amem_version(void) { return VERSION; }
 """
 

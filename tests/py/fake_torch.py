@@ -55,12 +55,31 @@ def library() -> Any:
     return found
 
 
+settings = {"expandable_segments": False}
+
+
+def set_allocator_settings(text: str) -> None:
+    for part in text.replace(" ", "").split(","):
+        name, _, value = part.partition(":")
+        if name == "expandable_segments":
+            settings[name] = value == "True"
+
+
+def memory_snapshot(_: None) -> dict[str, Any]:
+    segments = [s for device in devices for pool in (device.default, *device.pools.values()) for s in pool.segments]
+    return {
+        "segments": [{"address": s.at, "total_size": s.size, "is_expandable": s.expandable} for s in segments],
+        "allocator_settings": dict(settings),
+    }
+
+
 class Segment:
     def __init__(self, pool: PrivatePool, size: int) -> None:
         self.pool, self.size, self.used = pool, size, True
         self.own: Any = None
         self.default = False  # of the default region
-        hook = library()
+        self.expandable = settings["expandable_segments"] and pool.allocator is None
+        hook = None if self.expandable else library()
         at = hook.fake_malloc(size, pool.device) if hook and pool.allocator is None else None
         if at:
             self.at, self.default = at, True
@@ -397,8 +416,11 @@ cuda: Any = ModuleType("torch.cuda")
 
 def install() -> None:
     """Makes `import torch` give this."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # torch reads them once
+        set_allocator_settings(os.environ.get(name, ""))
     torch_c = SimpleNamespace(
         _cuda_customAllocator=Allocator,
+        _cuda_memorySnapshot=memory_snapshot,
         _cuda_releasePool=release_pool,
         _cuda_getDevice=lambda: thread.device,
         _cuda_hasPrimaryContext=lambda number: devices[number].started,
@@ -430,7 +452,7 @@ def install() -> None:
         memory_stats=memory_stats,
         device_memory_used=lambda number: 3 << 30,
         empty_cache=empty_cache,
-        memory=SimpleNamespace(empty_cache=empty_cache),
+        memory=SimpleNamespace(empty_cache=empty_cache, _set_allocator_settings=set_allocator_settings),
     )
     vars(torch).update(
         __version__=RELEASE + "+fake",
@@ -438,6 +460,7 @@ def install() -> None:
         _C=torch_c,
         cuda=cuda,
         autograd=SimpleNamespace(set_multithreading_enabled=set_multithreading_enabled),
+        Tensor=Tensor,
         strided="strided",
         uint8="uint8",
         float32="float32",

@@ -52,8 +52,9 @@ amem.enable()
 steps = [amem.pause(), amem.pause("nccl"), amem.resume("nccl"), amem.resume()]
 print(json.dumps([dataclasses.astuple(step) for step in steps]))
 """
-    unchanged = [0.0, 0, 0, False]
-    assert result(script, folder) == [[0.25, 4096, 512, True], unchanged, [0.5, 8192, 1024, True], unchanged]
+    unchanged, nobody = [0.0, 0, 0, False, [], 0, [], 0], [["nccl"], 0, [], 0]
+    steps = [[0.25, 4096, 512, True, *nobody], unchanged, [0.5, 8192, 1024, True, *nobody], unchanged]
+    assert result(script, folder) == steps
 
 
 def test_a_report_that_is_missing_is_an_error(folder: Path) -> None:
@@ -123,6 +124,103 @@ print(json.dumps([inside, amem.state("kv").name]))
     assert result(script, folder) == [["PAUSED", "ACTIVE"], "ACTIVE"]
 
 
+HELD = '"held_bytes": 96, "held_by": [{"pid": 7, "group": 100, "bytes": 64}, {"pid": 8, "group": 0, "bytes": 32}]'
+
+
+def test_memory_that_peers_hold_is_warned_of(folder: Path) -> None:
+    script = """
+amem.enable()
+transition = amem.pause()
+print(json.dumps([transition.held_bytes, [[who.pid, who.group, who.bytes] for who in transition.held_by]]))
+"""
+    done = run(script, folder, FAKE_HELD=HELD)
+    assert done.stdout == "[96, [[7, 100, 64], [8, 0, 32]]]\n"
+    assert done.stderr.count("96 bytes are not free yet") == 1
+    assert "pid 7 (group 100) 64 bytes, pid 8 (group 0) 32 bytes" in done.stderr
+    assert run(script, folder).stderr == ""
+
+
+# NCCL that amem does not have. A torch.distributed with as much as amem asks.
+DISTRIBUTED = """
+import types
+torch = types.ModuleType("torch")
+torch.device = str
+class Backend:
+    def __init__(self, begun):
+        self.begun = begun
+    def _is_initialized(self):
+        if self.begun is None:
+            raise RuntimeError("this torch can't say")
+        return self.begun
+class Backend2:
+    def __init__(self, begun):
+        self._comm_ptr = lambda: 4096 if begun else 0
+class Group:
+    def __init__(self, begun, backend=Backend):
+        self.backend = backend(begun)
+    def _get_backend(self, device):
+        assert device == "cuda"
+        return self.backend
+groups = {}
+distributed = types.ModuleType("torch.distributed.distributed_c10d")
+distributed._world = types.SimpleNamespace(pg_map=groups)
+sys.modules.update({"torch": torch, distributed.__name__: distributed})
+def attempt(*tags):
+    try:
+        done = amem.pause(*tags)
+        amem.resume(*tags)
+        return done.changed
+    except amem.AmemError as error:
+        return [type(error).__name__, str(error), amem.state("kv").name]
+"""
+
+
+def test_a_pause_of_all_is_refused_where_nccl_is_in_use_and_not_hooked(folder: Path) -> None:
+    script = (
+        REGIONS
+        + DISTRIBUTED
+        + """
+seen = [attempt()]
+groups[Group(True)] = ("gloo", None)
+seen.append(attempt())
+groups[Group(False)] = groups[Group(False, Backend2)] = ("nccl", None)  # no communicator yet
+seen.append(attempt())
+groups[Group(True)] = ("cpu:gloo,cuda:nccl", None)
+seen.append(attempt())
+seen.append(attempt("kv"))
+for group in (Group(True, Backend2), Group(None), Group(True, lambda begun: None)):
+    groups.clear()
+    groups[group] = ("nccl", None)
+    seen.append(attempt())
+amem.enable()
+seen.append(attempt())
+print(json.dumps(seen))
+"""
+    )
+    *before, refused, named, second, unsure, unknown, after = result(script, folder)
+    assert before == [True, True, True]
+    for name, message, state in (refused, second, unsure, unknown):
+        assert (name, state) == ("NotEnabledError", "ACTIVE")
+        assert "torch.distributed uses NCCL" in message and "amem.enable()" in message
+    assert (named, after) == (True, True)
+
+
+def test_a_pause_of_all_is_refused_where_torch_has_another_nccl(folder: Path) -> None:
+    """Enabled, and NCCL has never asked amem for the driver."""
+    script = (
+        REGIONS
+        + DISTRIBUTED
+        + """
+amem.enable()
+groups[Group(True)] = ("nccl", None)
+print(json.dumps([attempt(), attempt("kv")]))
+"""
+    )
+    (name, message, state), named = result(script, folder, FAKE_WAITING="1")
+    assert (name, state, named) == ("NoNcclError", "ACTIVE", True)
+    assert "AMEM_NCCL_LIBRARY" in message
+
+
 def test_a_transition_can_not_be_altered(folder: Path) -> None:
     done = run("amem.enable(); amem.pause().bytes = 1", folder)
     assert "FrozenInstanceError" in done.stderr
@@ -184,6 +282,62 @@ except amem.OutOfMemoryError as error:
 """
     found = result(script, folder, FAKE_RESUME="9")
     assert found == ["fake: status 9", "KeyError('body')", "PAUSED"]
+
+
+@pytest.mark.parametrize("without", ["0", "1"])
+def test_paused_leaves_paused_what_was_paused_before(folder: Path, without: str) -> None:
+    """Also where the library does not say which tags it changed."""
+    script = (
+        REGIONS
+        + """
+def states():
+    return [amem.state(tag).name for tag in ("nccl", "weights", "kv")]
+amem.enable()
+seen = []
+for tags in ((), ("weights", "kv"), ("kv",)):
+    amem.pause("kv")
+    with amem.paused(*tags):
+        seen.append(states())
+    seen.append(states())
+    amem.resume()
+print(json.dumps(seen))
+"""
+    )
+    active, paused = "ACTIVE", "PAUSED"
+    assert result(script, folder, FAKE_WITHOUT_TAGS=without) == [
+        [paused, paused, paused],
+        [active, active, paused],
+        [active, paused, paused],
+        [active, active, paused],
+        [active, active, paused],
+        [active, active, paused],
+    ]
+
+
+def test_paused_leaves_a_tag_paused_of_which_one_backup_was(folder: Path) -> None:
+    script = (
+        REGIONS
+        + """
+amem.enable()
+amem.pause("kv")
+assert _library.load().amem_region(b"kv", 0, ctypes.byref(_library.RegionFunctions())) == 0  # active
+with amem.paused() as transition:
+    pass
+print(json.dumps([sorted(transition.tags), amem.state("kv").name, amem.state("weights").name, amem.resume().tags]))
+"""
+    )
+    assert result(script, folder) == [["kv", "nccl", "weights"], "PAUSED", "ACTIVE", ["kv", "kv"]]
+
+
+def test_paused_that_paused_nothing_resumes_nothing(folder: Path) -> None:
+    script = """
+amem.enable()
+amem.pause()
+with amem.paused():
+    pass
+print(json.dumps(amem.state().name))
+"""
+    assert result(script, folder) == "PAUSED"
 
 
 def test_paused_resumes_when_interrupted_after_the_pause(folder: Path) -> None:
@@ -254,11 +408,11 @@ print(json.dumps([before, amem.get_group_id()]))
     assert result(script, folder) == [100, 200]
 
 
-@pytest.mark.parametrize("group", [-1, 2**31, -(2**40)])
+@pytest.mark.parametrize("group", [-1, 2**31, -(2**40), 2**100, "1", 1.0, None, True])
 def test_a_wrong_group_id_is_refused(folder: Path, group: int) -> None:
     script = f"""
 try:
-    amem.set_group_id({group})
+    amem.set_group_id({group!r})
 except amem.InvalidArgumentError:
     print(json.dumps(amem.get_group_id()))
 """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from amem import _env
 
 import fake_library
-from fake_library import result, run
+from fake_library import ROOT, result, run
 
 SCRIPT = """
 import amem._autoenable
@@ -22,12 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("value", ["1", "true", "on", "True", "ON"])
+@pytest.mark.parametrize("value", ["1", "true", "on", "yes", "True", "ON", "Yes"])
 def test_on(folder: Path, value: str) -> None:
     assert result(SCRIPT, folder, AMEM_ENABLE=value) == "ACTIVE"
 
 
-@pytest.mark.parametrize("value", ["0", "", "false", "off", "OFF"])
+@pytest.mark.parametrize("value", ["0", "", "false", "off", "no", "OFF", "No"])
 def test_off_is_silent(folder: Path, value: str) -> None:
     done = run(SCRIPT, folder, AMEM_ENABLE=value)
     assert (done.returncode, done.stdout, done.stderr) == (0, '"OFF"\n', "")
@@ -37,12 +39,15 @@ def test_unset_is_off(folder: Path) -> None:
     assert result(SCRIPT, folder) == "OFF"
 
 
-@pytest.mark.parametrize("value", ["2", "yes", "ture"])
+SPELLINGS = "say 1, on, true, yes for on, 0, off, false, no for off"
+
+
+@pytest.mark.parametrize("value", ["2", "ture"])
 def test_another_value_is_reported_and_enables_nothing(folder: Path, value: str) -> None:
     done = run(SCRIPT, folder, AMEM_ENABLE=value)
     assert done.returncode == 0
     assert done.stdout == '"OFF"\n'
-    assert done.stderr == f"amem: not enabled: AMEM_ENABLE={value} is neither 1 nor 0\n"
+    assert done.stderr == f"amem: AMEM_ENABLE={value} is taken as off: {SPELLINGS}\n"
 
 
 def test_a_failure_of_the_library_is_one_line_and_no_more(folder: Path) -> None:
@@ -77,6 +82,79 @@ print(*sorted(set(sys.modules) - before))
     assert {name.partition(".")[0] for name in imported} <= {"amem", "ctypes", "_ctypes", "struct", "_struct"}
 
 
+ENABEL = "amem: AMEM_ENABEL is set, and amem has no such variable; is AMEM_ENABLE meant?\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"AMEM_ENABEL": "1"}, ENABEL),
+        ({"AMEM_ENABEL": ""}, ENABEL),
+        ({"AMEM_ENABLED": "1", "AMEM_COMPAT_TMS": "1"}, "amem has no such variable; is AMEM_ENABLE meant?\n"),
+        ({"AMEM_COMPAT": "1"}, "amem: AMEM_COMPAT is set, and amem has no such variable; is AMEM_COMPAT_TMS meant?\n"),
+        ({"AMEM_SIM_MEMORY": "5", "AMEM_TEST_X": "1", "AMEM_TIMEOUT_S": "5"}, ""),
+        # The library says these, where it is loaded.
+        ({"AMEM_LGO": "debug"}, ""),
+        ({"AMEM_COMPAT": "1", "AMEM_ENABLE": "1"}, ""),
+        ({"AMEM_ENABEL": "1", "LD_PRELOAD": "FOLDER/libamem_hook.so"}, ""),
+    ],
+)
+def test_unknown_names_that_keep_amem_out_are_warned_of(folder: Path, env: dict[str, str], said: str) -> None:
+    env = {name: value.replace("FOLDER", str(folder)) for name, value in env.items()}
+    done = run(SCRIPT, folder, **env)
+    assert done.returncode == 0
+    assert done.stderr.endswith(said) and done.stderr.count("\n") == bool(said), done.stderr
+
+
+def test_the_names_that_are_known_are_those_of_the_readme() -> None:
+    rows = re.findall(r"^\| `(AMEM_\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert rows and rows == list(_env.KNOWN)
+
+
+WHY = """
+import amem._autoenable
+try:
+    amem.pause()
+except amem.NotEnabledError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"AMEM_ENABLE": "ture"}, "AMEM_ENABLE=ture is taken as off"),
+        ({"AMEM_ENABEL": "1"}, "AMEM_ENABEL is set, and amem has no such variable"),
+        ({"AMEM_ENABLE": "1", "FAKE_ENABLE": "2"}, "it could not be enabled: fake: status 2"),
+        ({"AMEM_ENABLE": "1", "AMEM_LIBRARY_DIR": "/nowhere"}, "/nowhere/libamem_hook.so does not exist"),
+    ],
+)
+def test_later_errors_say_why_amem_could_not_be_enabled(folder: Path, env: dict[str, str], why: str) -> None:
+    message = run(WHY, folder, **env).stdout
+    assert "amem.enable()" in message
+    assert message.count(why) == 1, message
+
+
+def test_a_pth_file_that_was_not_read_is_why(folder: Path) -> None:
+    done = run(WHY.replace("import amem._autoenable", ""), folder, AMEM_ENABLE="1")
+    assert "did not read the .pth file" in done.stdout
+
+
+def test_amem_that_was_enabled_at_last_has_no_why(folder: Path) -> None:
+    script = """
+import os
+import amem._autoenable
+from amem import _env
+seen = [_env.why_not_enabled()]
+del os.environ["FAKE_ENABLE"]
+amem.enable()
+print(json.dumps([*seen, _env.why_not_enabled()]))
+"""
+    before, after = result(script, folder, AMEM_ENABLE="1", FAKE_ENABLE="2")
+    assert before == "it could not be enabled: fake: status 2"
+    assert after is None
+
+
 COMPAT = """
 import amem._autoenable
 try:
@@ -103,7 +181,7 @@ def test_compat_is_a_switch_of_its_own(folder: Path, env: dict[str, str], found:
 def test_another_value_of_compat_is_reported(folder: Path) -> None:
     done = run(COMPAT, folder, AMEM_COMPAT_TMS="ture")
     assert done.stdout == '["OFF", null]\n'
-    assert done.stderr == "amem: not in the place of torch_memory_saver: AMEM_COMPAT_TMS=ture is neither 1 nor 0\n"
+    assert done.stderr == f"amem: AMEM_COMPAT_TMS=ture is taken as off: {SPELLINGS}\n"
 
 
 def test_a_preloaded_torch_memory_saver_is_one_line_and_no_more(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -111,4 +112,12 @@ def test_info_notices_an_ignored_amem_enable(tmp_path: Path) -> None:
     script = "import sys, amem.info; sys.exit(amem.info.main())"
     done = fake_library.run(script, tmp_path, AMEM_ENABLE="1")
     assert done.returncode == 1
-    assert "AMEM_ENABLE is set but did nothing" in done.stdout
+    assert re.match(r"would not work +AMEM_ENABLE is set but did nothing", done.stdout), "said first"
+
+
+def test_info_says_first_why_amem_is_not_enabled(tmp_path: Path) -> None:
+    fake_library.build(tmp_path)
+    script = "import amem._autoenable, amem.info; sys.exit(amem.info.main())"
+    done = fake_library.run(script, tmp_path, AMEM_ENABEL="1")
+    assert done.returncode == 1
+    assert re.match(r"would not work +AMEM_ENABEL is set", done.stdout), done.stdout

@@ -83,7 +83,8 @@ def test_errors_survive_the_way_from_a_worker_to_the_driver(status: int) -> None
     assert error.status == status
 
 
-OUT_OF_MEMORY = "resume: GPU 3 has 1024 bytes free, 65536 are needed: free some and call again"
+OUT_OF_MEMORY = "resume: GPU 3 has too little memory: free some and call again"
+FIGURES = '{"device": 3, "needed_bytes": 65536, "free_bytes": 1024}'
 RESUME = """
 amem.enable()
 amem.pause()
@@ -94,15 +95,23 @@ except amem.OutOfMemoryError as raised:
 """
 
 
-def test_out_of_memory_has_the_figures_of_its_message(folder: Path) -> None:
-    script = RESUME + "print(json.dumps([error.needed, error.free, error.status, amem.state().name]))"
-    found = result(script, folder, FAKE_RESUME="9", FAKE_MESSAGE=OUT_OF_MEMORY)
-    assert found == [65536, 1024, 9, "PAUSED"]
+def test_out_of_memory_has_its_figures_whatever_its_message_says(folder: Path) -> None:
+    script = RESUME + "print(json.dumps([error.needed, error.free, error.device, error.status, amem.state().name]))"
+    found = result(script, folder, FAKE_RESUME="9", FAKE_MESSAGE=OUT_OF_MEMORY, FAKE_FIGURES=FIGURES)
+    assert found == [65536, 1024, 3, 9, "PAUSED"]
 
 
 def test_out_of_memory_without_figures_has_none(folder: Path) -> None:
-    script = RESUME + "print(json.dumps([error.needed, error.free]))"
-    assert result(script, folder, FAKE_RESUME="9") == [None, None]
+    script = RESUME + "print(json.dumps([error.needed, error.free, error.device, error.figures]))"
+    assert result(script, folder, FAKE_RESUME="9") == [None, None, None, {}]
+
+
+def test_figures_survive_the_way_from_a_worker_to_the_driver() -> None:
+    waiting = [{"pid": 7, "group": 100}]
+    timeout = pickle.loads(pickle.dumps(errors.from_status(8, "why", {"waiting_for": waiting})))
+    assert isinstance(timeout, errors.DeadlineError) and timeout.waiting_for == waiting
+    disk = pickle.loads(pickle.dumps(errors.from_status(10, "why", {"needed_bytes": 5, "free_bytes": 2})))
+    assert isinstance(disk, errors.HostMemoryError) and (disk.needed, disk.free) == (5, 2)
 
 
 def test_out_of_memory_is_torchs_too_where_torch_is_imported(folder: Path) -> None:
@@ -125,7 +134,7 @@ for torch in (None, fake_torch):
 print(json.dumps(found))
 """
     prelude = fake_torch.PRELUDE.replace("fake_torch.install()", "")
-    found = result(prelude + script, folder, FAKE_RESUME="9", FAKE_MESSAGE=OUT_OF_MEMORY)
+    found = result(prelude + script, folder, FAKE_RESUME="9", FAKE_MESSAGE=OUT_OF_MEMORY, FAKE_FIGURES=FIGURES)
     text = f"OutOfMemoryError({OUT_OF_MEMORY!r})"
     assert found == [[False, text]] * 2 + [[True, text]] * 2
 

@@ -29,6 +29,7 @@ HOOK = {
     "amem_free_host_memory",
     "amem_set_group_id",
     "amem_get_group_id",
+    "amem_last_error_json",
     "amem_last_error",
     "amem_version",
     "ncclPause",

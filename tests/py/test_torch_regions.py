@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("lib")
     fake_library.build(folder)
     return folder
+
+
+def ran(script: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return fake_library.run(fake_torch.PRELUDE + HELPERS + script, folder, **env)
 
 
 def result(script: str, folder: Path, **env: str) -> Any:
@@ -246,7 +251,7 @@ except amem.InvalidArgumentError as error:
 @pytest.mark.parametrize("tag", ["", "a,b", "a\\0", None])
 def test_a_wrong_tag_is_refused_at_once(folder: Path, tag: str | None) -> None:
     done = fake_library.run(f"amem.region({tag!r})" if tag is None else f"amem.region('{tag}')", folder)
-    assert "InvalidArgumentError" in done.stderr
+    assert ("ArgumentTypeError" if tag is None else "InvalidArgumentError") in done.stderr
 
 
 def test_other_threads_are_outside_until_they_enter(folder: Path) -> None:
@@ -709,13 +714,91 @@ def refused(*arguments):
 seen = [refused("nccl"), refused("a,b"), refused("a", "ram")]
 with amem.region("weights"):
     seen.append(refused("all"))
-os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 seen.append(refused("all"))
 kept = torch.empty(1)
 show([seen, refused(None), amem.current_region()])
 """
     wrong = ["InvalidArgumentError"] * 3
     assert result(script, folder) == [[*wrong, "InvalidStateError", "TorchError"], None, None]
+
+
+EXPANDABLE = "torch.cuda.memory._set_allocator_settings('expandable_segments:True')\n"
+
+
+def test_a_pause_says_what_the_default_region_does_not_cover(folder: Path) -> None:
+    """torch's setting changes after the region was set; the environment never had it."""
+    script = f"""
+amem.default_region("all")
+covered = torch.empty(100)
+seen = [amem.pause("all").uncovered_bytes]
+amem.resume()
+{EXPANDABLE}
+kept = [torch.empty(5), torch.empty(7)]
+with amem.region("weights"):
+    weights = torch.empty(11)
+with amem.disable():
+    other = torch.empty(13)
+for tags in ((), ("weights",), ("all",)):
+    seen.append(amem.pause(*tags).uncovered_bytes)
+    amem.resume()
+amem.default_region(None)
+seen.append(amem.pause().uncovered_bytes)
+show(seen)
+"""
+    done = ran(script, folder)
+    assert json.loads(done.stdout) == [0, 12, 0, 12, 0]
+    assert done.stderr.count("12 bytes of it are not paused now") == 1, done.stderr
+    assert "'all'" in done.stderr and "_set_allocator_settings" in done.stderr
+
+
+def test_a_setting_that_was_switched_off_again_left_segments(folder: Path) -> None:
+    script = f"""
+amem.default_region("all")
+{EXPANDABLE}
+kept = torch.empty(5)
+{EXPANDABLE.replace("True", "False")}
+more = torch.empty(6)
+show(amem.pause().uncovered_bytes)
+"""
+    assert result(script, folder) == 5
+
+
+def test_a_setting_alone_is_warned_of(folder: Path) -> None:
+    script = f"amem.default_region('all')\ncovered = torch.empty(1)\n{EXPANDABLE}show(amem.pause().uncovered_bytes)"
+    done = ran(script, folder)
+    assert (done.returncode, done.stdout) == (0, "0\n")
+    assert "0 bytes of it are not paused now" in done.stderr
+
+
+def test_the_environment_is_not_asked_again(folder: Path) -> None:
+    """torch has read it; what it says later, or was overridden with, does not count."""
+    script = """
+os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+amem.default_region("all")
+show(1)
+"""
+    assert result(script, folder) == 1
+    script = """
+torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+amem.default_region("all")
+show(1)
+"""
+    assert result(script, folder, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") == 1
+
+
+def test_a_region_of_an_old_torch_is_refused_once_segments_expand(folder: Path) -> None:
+    script = f"""
+with amem.region("weights"):
+    pass
+{EXPANDABLE}
+try:
+    with amem.region("weights"):
+        pass
+except amem.TorchError as error:
+    show(str(error))
+"""
+    assert "_set_allocator_settings" in result(script, folder, FAKE_TORCH="2.9.1")
 
 
 def test_a_child_of_fork_has_the_default_region(folder: Path) -> None:

@@ -125,6 +125,18 @@ def test_unset_costs_no_import(fresh: Path, value: "str | None") -> None:
     assert report(fresh, **env) == ["[]", "[]"]
 
 
+def test_a_misspelt_name_is_one_line_and_loads_no_library(fresh: Path) -> None:
+    done = subprocess.run(
+        [fresh, "-c", "import sys; print('ctypes' in sys.modules)"],
+        env=clean_env(AMEM_ENABEL="1"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    assert done.stderr == "amem: AMEM_ENABEL is set, and amem has no such variable; is AMEM_ENABLE meant?\n"
+
+
 def test_importing_the_package_loads_no_library(fresh: Path) -> None:
     modules, libraries = report(fresh, before="import amem")
     assert "'amem'" in modules

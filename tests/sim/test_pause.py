@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import select
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from amem import Transition
 
 from harness import (
     MIB,
@@ -346,7 +348,8 @@ def test_again_is_no_change() -> None:
     with ranks(2) as group:
         group.init(ncomm=1)
         right(group)
-        nothing = {"seconds": 0.0, "bytes": 0, "copied_bytes": 0, "changed": False}
+        nothing = dataclasses.asdict(Transition(seconds=0.0, bytes=0, copied_bytes=0, changed=False))
+        nothing.update(tags=[], held_by=[])
         assert group.all("resume") == [nothing] * 2
         group.all("pause")
         assert group.all("pause") == [nothing] * 2

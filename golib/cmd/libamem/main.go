@@ -439,12 +439,18 @@ func amemIPCClose(ptr C.CUdeviceptr, text *C.char) (status C.int) {
 	return shared(known, err, text)
 }
 
+// writeFailure writes why a call failed, shortened if need be, and then its figures, "" if it has none.
+func writeFailure(text *C.char, why, figures string) {
+	room := C.AMEM_ERROR_TEXT - 2 - len(figures)
+	writeText(text, why[:min(len(why), room)]+"\x00"+figures)
+}
+
 // controlError makes an amem_status of an error, and writes its text.
 func controlError(err error, text *C.char) C.int {
 	if err == nil {
 		return C.AMEM_OK
 	}
-	writeText(text, err.Error())
+	writeFailure(text, err.Error(), session.FiguresOf(err))
 	var timeout *peer.TimeoutError
 	var oom *vmm.OutOfMemoryError
 	var host *offload.HostMemoryError
@@ -480,7 +486,7 @@ func guardControl(r any, status C.int, text *C.char) C.int {
 		return status
 	}
 	slog.Error("control", "panic", r, "stack", string(debug.Stack()))
-	writeText(text, fmt.Sprintf("internal error: %v", r))
+	writeFailure(text, fmt.Sprintf("internal error: %v", r), "")
 	return C.AMEM_ERROR_INTERNAL
 }
 
