@@ -341,7 +341,7 @@ func TestRegionKeepsWhatANICUses(t *testing.T) {
 	r := p.region(t, "weights", BackupCPU)
 	b := p.torch(t, r, 128*mib, 1)
 	free := p.torch(t, r, 96*mib, 2)
-	p.Keep(b.at, vmm.KeepNIC)
+	require.NotZero(t, p.Keep(b.at, b.size, vmm.KeepNIC, false))
 	require.NoError(t, p.Pause("weights"))
 	require.Equal(t, 128*mib, simtest.Used(t, 0))
 	require.True(t, b.intact())
