@@ -28,7 +28,11 @@ type handle struct {
 	block    *block // nil until NCCL shows what it wants
 	off      uint64
 	exported bool // own: peers may know it
-	owed     bool // imported: its owner has freed it, and waits for its end here
+	// number tells the chunk from those that stand at its place before and after, as its owner counts.
+	number    uint64
+	unclaimed bool // imported: its owner may have freed it before it knew that it is used here
+	outlived  bool // imported: its owner has; it must not be used
+	owed      bool // imported: its owner has freed it, and waits for its end here
 
 	backup *offload.Contents // own: what the last pause has kept of its block, while that may be read
 }
@@ -38,7 +42,7 @@ const handleTag = 0xA3E0 << 48
 // newHandle makes a handle with one reference. mu is held.
 func (s *Space) newHandle(size uint64, prop cuda.Prop) *handle {
 	s.nextHandle++
-	h := &handle{id: cuda.Handle(handleTag | s.nextHandle), size: size, prop: prop, refs: 1}
+	h := &handle{id: cuda.Handle(handleTag | s.nextHandle), number: s.nextHandle, size: size, prop: prop, refs: 1}
 	s.handles[h.id] = h
 	return h
 }
@@ -464,12 +468,17 @@ func (s *Space) endUnused(h *handle) error {
 		})
 	}
 	if b.slab {
-		s.retire(b, span{h.off, roundUp(h.size, b.class.unit())}, h.exported)
+		s.retire(b, span{h.off, roundUp(h.size, b.class.unit())}, h.exported, h.number)
 	}
+	changed := h.unclaimed || h.outlived
+	h.settle(false)
 	if h.owed {
 		s.peers.Ended(*b.owner, peer.Part{b.id, h.off})
 	}
 	s.mu.Unlock()
+	if changed {
+		s.options.Imported()
+	}
 	return s.endEmpty(b)
 }
 

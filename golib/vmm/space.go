@@ -42,6 +42,7 @@ type Peers interface {
 	Freed(block uint64)
 	Importers(block uint64) []peer.ID // in order
 	Settle(part peer.Part) (unused bool)
+	Claim(ctx context.Context, owner peer.Identity, chunks []peer.Chunk) (freed []peer.Chunk, err error)
 	Ended(owner peer.Identity, part peer.Part)
 	Gone(who peer.Identity) bool
 }
