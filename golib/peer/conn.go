@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	protocolVersion = 1
+	protocolVersion = 2
 	maxMessage      = 64 << 10
 	// The kernel takes up to 253 descriptors in a message (SCM_MAX_FD).
 	maxFDs = 200
@@ -29,6 +29,7 @@ const (
 	kindDrop     = "drop"     // I no longer map these blocks of yours
 	kindFreed    = "freed"    // I have freed these parts of my memory: which do you use?
 	kindEnded    = "ended"    // I no longer use these parts, which you have freed
+	kindClaim    = "claim"    // I use these chunks of yours: which have you freed?
 	kindStopped  = "stopped"  // I started pause number Pause: none of my kernels runs
 	kindRetract  = "retract"  // I gave up pause number Pause; did you rely on it?
 	kindReady    = "ready"    // I ended pause number Pause: my memory has its contents
@@ -45,6 +46,7 @@ type message struct {
 	Watch      bool     `json:",omitempty"`
 	Blocks     []uint64 `json:",omitempty"`
 	Parts      []Part   `json:",omitempty"`
+	Chunks     []Chunk  `json:",omitempty"`
 	Memory     []Memory `json:",omitempty"` // one for each descriptor
 	Number     uint64   `json:",omitempty"` // of a fetch or drop, in the order in which the sender made them
 	Pause      uint64   `json:",omitempty"`

@@ -77,6 +77,9 @@ type Handler interface {
 	// Held answers which of the parts of the owner's memory, which the owner has
 	// freed, are used here. Node.Ended is to be called when they are no more.
 	Held(owner Identity, parts []Part) []Part
+	// Outlived answers which of the chunks of this process's memory are no more: what
+	// stands there now is another.
+	Outlived(chunks []Chunk) []Chunk
 	// Settled is called when no peer uses a part that Node.Settle named.
 	Settled(part Part)
 	// Describe answers the descriptor of a part of this process's memory, or nil if

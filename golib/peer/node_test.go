@@ -35,6 +35,7 @@ type memory struct {
 	panics     bool
 	held       map[Part]bool // parts of others' memory that are in use here
 	settled    []Part
+	outlived   map[Chunk]bool // chunks of ours that are no more
 	described  map[Part][]byte
 	heard      []string                        // what owners have told of their blocks
 	answer     func(ctx context.Context) error // to that
@@ -90,6 +91,12 @@ func (m *memory) Held(_ Identity, parts []Part) []Part {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return slices.DeleteFunc(slices.Clone(parts), func(part Part) bool { return !m.held[part] })
+}
+
+func (m *memory) Outlived(chunks []Chunk) []Chunk {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(chunks), func(c Chunk) bool { return !m.outlived[c] })
 }
 
 func (m *memory) Settled(part Part) {

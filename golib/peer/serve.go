@@ -151,6 +151,11 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 			return reply, nil, fmt.Errorf("%d parts freed at once, at most %d", len(m.Parts), maxParts)
 		}
 		reply.Parts = n.handler.Held(who, m.Parts)
+	case kindClaim:
+		if len(m.Chunks) > maxParts {
+			return reply, nil, fmt.Errorf("%d chunks claimed at once, at most %d", len(m.Chunks), maxParts)
+		}
+		reply.Chunks = n.handler.Outlived(m.Chunks)
 	case kindEnded:
 		n.update(func() {
 			for _, part := range m.Parts {

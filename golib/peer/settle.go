@@ -11,7 +11,11 @@ import (
 // maps the block may have the part in use.
 type Part [2]uint64
 
-// maxParts keeps a message of parts below maxMessage.
+// Chunk names what stands at a part: the same part is another chunk's later, which has
+// another number.
+type Chunk [3]uint64
+
+// maxParts keeps a message of parts, or of chunks, below maxMessage.
 const maxParts = 1000
 
 // unsettled is what is still to be said to one process.
@@ -48,6 +52,20 @@ func (n *Node) Ended(owner Identity, part Part) {
 	l := n.link(owner)
 	l.unsettled.ended = append(l.unsettled.ended, part)
 	n.talk(l)
+}
+
+// Claim asks an owner whose memory was fetched which of the chunks it has freed before
+// it knew that they are used here. From then on it asks before it uses them otherwise.
+func (n *Node) Claim(ctx context.Context, owner Identity, chunks []Chunk) (freed []Chunk, err error) {
+	for batch := range slices.Chunk(chunks, maxParts) {
+		reply, fds, err := n.request(ctx, owner, message{Kind: kindClaim, Chunks: batch})
+		closeAll(fds)
+		if err != nil {
+			return nil, err
+		}
+		freed = append(freed, reply.Chunks...)
+	}
+	return freed, nil
 }
 
 // settle calls Settled if nobody uses the part. mu is held.

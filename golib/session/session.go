@@ -158,6 +158,9 @@ func (s *Session) Held(owner peer.Identity, parts []peer.Part) []peer.Part {
 	return s.space.Held(owner, parts)
 }
 
+// Outlived implements peer.Handler: which chunks of this process's memory are no more.
+func (s *Session) Outlived(chunks []peer.Chunk) []peer.Chunk { return s.space.Outlived(chunks) }
+
 // Settled implements peer.Handler.
 func (s *Session) Settled(part peer.Part) { s.space.Settled(part) }
 

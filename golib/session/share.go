@@ -31,7 +31,8 @@ type wireHandle struct {
 	Owner         peer.ID
 	PID, Group    int32
 	Block, Offset uint64
-	_             [16]byte
+	Number        uint64 // of what stands there
+	_             [8]byte
 }
 
 // never is the generation of owners who tell when their memory is replaced.
@@ -71,12 +72,13 @@ func (s *Session) ShareHandle(p cuda.Ptr, enabled bool) (handle [HandleSize]byte
 		return handle, true, fmt.Errorf("%w: no other process has amem, so none can open memory of tag %q: set AMEM_ENABLE=1 in the "+
 			"environment of all processes, or share a clone made inside amem.disable()", peer.ErrGone, r.tag)
 	}
-	block, offset, err := r.space.Share(p)
+	block, offset, number, err := r.space.Share(p)
 	if err != nil {
 		return handle, true, fmt.Errorf("share memory of tag %q: %w", r.tag, err)
 	}
 	self := s.regions.share.node.Self()
-	w := wireHandle{Magic: handleMagic, Owner: self.ID, PID: int32(self.PID), Group: int32(self.Group), Block: block, Offset: offset}
+	w := wireHandle{Magic: handleMagic, Owner: self.ID, PID: int32(self.PID), Group: int32(self.Group), Block: block, Offset: offset,
+		Number: number}
 	_, err = binary.Encode(handle[:], binary.LittleEndian, w)
 	return handle, true, err
 }
@@ -99,25 +101,28 @@ func (s *Session) OpenHandle(handle [HandleSize]byte) (p cuda.Ptr, known bool, e
 		return 0, false, nil
 	}
 	owner := peer.Identity{ID: w.Owner, PID: int(w.PID), Group: int(w.Group)}
-	p, err = s.open(owner, peer.Part{w.Block, w.Offset})
+	p, err = s.open(owner, peer.Chunk{w.Block, w.Offset, w.Number})
 	if err != nil {
 		return 0, true, fmt.Errorf("open memory of %s: %w", owner, err)
 	}
 	return p, true, nil
 }
 
-func (s *Session) open(owner peer.Identity, part peer.Part) (cuda.Ptr, error) {
+func (s *Session) open(owner peer.Identity, chunk peer.Chunk) (cuda.Ptr, error) {
 	share, err := s.sharing()
 	if err != nil {
 		return 0, err
 	}
-	body, err := share.describe(owner, part)
+	body, err := share.describe(owner, peer.Part{chunk[0], chunk[1]})
 	if err != nil {
 		return 0, err
 	}
 	d, err := vmm.ParseDescriptor(body)
-	if err == nil && (d.Owner.ID != owner.ID || d.Block != part[0] || d.Offset != part[1]) {
+	if err == nil && (d.Owner.ID != owner.ID || d.Block != chunk[0] || d.Offset != chunk[1]) {
 		err = errors.New("the owner describes other memory")
+	}
+	if err == nil && d.Number != chunk[2] {
+		err = fmt.Errorf("%w: other memory stands there now", peer.ErrGone)
 	}
 	if err != nil {
 		return 0, err
@@ -209,6 +214,16 @@ func (h *sharing) Held(owner peer.Identity, parts []peer.Part) (held []peer.Part
 		held = append(held, r.space.Held(owner, parts)...)
 	}
 	return held
+}
+
+// Outlived implements peer.Handler.
+func (h *sharing) Outlived(chunks []peer.Chunk) (freed []peer.Chunk) {
+	for _, c := range chunks {
+		if r := h.owner(c[0]); r == nil || len(r.space.Outlived([]peer.Chunk{c})) > 0 {
+			freed = append(freed, c)
+		}
+	}
+	return freed
 }
 
 // Settled implements peer.Handler.

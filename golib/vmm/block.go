@@ -23,17 +23,22 @@ type block struct {
 
 	// Guarded by mu.
 	mem      *memory
-	shared   bool              // peers may fetch it
-	free     []span            // carved: what is unused, by offset
-	awaited  map[uint64]uint64 // carved: freed parts that peers may still write to, offset to size
-	dirty    []span            // carved: freed parts, to be cleared before they are used again
-	clearing []span            // carved: those that are being cleared
-	handles  []*handle         // by offset
-	contents *offload.Contents // while paused
-	fetching chan struct{}     // imported: closed when the first fetch has ended
-	wanted   bool              // imported: to be brought here (Space.bring)
-	lost     bool              // imported: the owner has freed it or has ended, and it is not mapped
+	shared   bool               // peers may fetch it
+	free     []span             // carved: what is unused, by offset
+	awaited  map[uint64]awaited // carved: freed parts that peers may still write to, by offset
+	dirty    []span             // carved: freed parts, to be cleared before they are used again
+	clearing []span             // carved: those that are being cleared
+	handles  []*handle          // by offset
+	contents *offload.Contents  // while paused
+	fetching chan struct{}      // imported: closed when the first fetch has ended
+	wanted   bool               // imported: to be brought here (Space.bring)
+	lost     bool               // imported: the owner has freed it or has ended, and it is not mapped
+	claims   int                // imported: how many handles are unclaimed
+	outlived int                // imported: how many handles are
 }
+
+// awaited is a part of a slab that was freed, and the number of the chunk that it was.
+type awaited struct{ size, number uint64 }
 
 // attaching is held while an imported block's memory is mapped, and from when the
 // block ends until it is unmapped: see window.attaching.
@@ -51,7 +56,6 @@ type span struct{ off, size uint64 }
 type class struct {
 	prop  cuda.Prop
 	large bool // chunks of 2 MiB and more, at multiples of that
-	nic   bool // allocated where memory was registered with a NIC before
 }
 
 func (c class) unit() uint64 {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 
 	"amem/golib/cuda"
 	"amem/golib/peer"
@@ -36,14 +37,24 @@ func (s *Space) promise(b *block, d Descriptor) (cuda.Handle, error) {
 	}
 	s.addRange(addressRange{at: b.home, size: b.size, block: b})
 	id := s.viewOf(b, d).id
-	b.wanted = !s.paused // else the resume brings it
-	if b.wanted && !s.bringing[b.owner.ID] {
-		s.bringing[b.owner.ID] = true
-		go s.bring(*b.owner)
+	if !s.paused { // else the resume brings it
+		s.want(b)
 	}
 	s.mu.Unlock()
 	s.options.Imported()
 	return id, nil
+}
+
+// want has a peer's block brought here, if it is not, and what was imported of it
+// claimed. It tells whether nobody was at it. mu is held.
+func (s *Space) want(b *block) (begun bool) {
+	b.wanted = true
+	if s.bringing[b.owner.ID] {
+		return false
+	}
+	s.bringing[b.owner.ID] = true
+	go s.bring(*b.owner)
+	return true
 }
 
 // bring maps what is wanted of an owner's memory. What fails stays stale, so that
@@ -55,7 +66,10 @@ func (s *Space) bring(owner peer.Identity) {
 			break
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-		err := s.attachFrom(ctx, owner, blocks)
+		err := s.attachFrom(ctx, owner, s.absent(blocks))
+		if err == nil {
+			err = s.claim(ctx, owner)
+		}
 		cancel()
 		if err != nil && !s.isPaused() {
 			slog.Error("import memory: launches are refused until a resume has mapped it", "peer", owner.String(), "error", err)
@@ -82,6 +96,13 @@ func (s *Space) takeWanted(owner peer.Identity) []*block {
 	return blocks
 }
 
+// absent chooses the blocks that are not mapped.
+func (s *Space) absent(blocks []*block) []*block {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.DeleteFunc(blocks, func(b *block) bool { return b.mem.live })
+}
+
 func (s *Space) isPaused() bool {
 	s.structure.RLock()
 	defer s.structure.RUnlock()
@@ -106,11 +127,11 @@ func (s *Space) Imports(current func(owner peer.Identity) uint64) Readiness {
 	answer := Here
 	for _, b := range s.imports {
 		switch {
-		case b.lost && b.mem.home == 0: // it never came, and never will
+		case b.lost && b.mem.home == 0, b.outlived > 0: // it never came, and never will
 			return Stale
-		case b.stale(current) && len(s.bringing) > 0:
+		case b.behind(current) && len(s.bringing) > 0:
 			answer = Arriving
-		case b.stale(current):
+		case b.behind(current):
 			answer = Stale
 		}
 	}

@@ -234,7 +234,7 @@ func TestOpenedAnewWhileItIsMappedAgain(t *testing.T) {
 	at, err := p.owner.Allocate(16*mib, 0)
 	require.NoError(t, err)
 	simtest.Fill(at, 1, 16*mib)
-	block, offset, err := p.owner.Share(at)
+	block, offset, _, err := p.owner.Share(at)
 	require.NoError(t, err)
 	d, known := p.owner.Describe(block, offset)
 	require.True(t, known)

@@ -569,20 +569,26 @@ func (s *Space) Changed() <-chan struct{} {
 }
 
 // Attach maps peers' memory again: what is not mapped, and what is mapped of a
-// generation that the owner has replaced since. current answers the generation
+// generation that the owner has replaced since. It claims what was imported meanwhile. current answers the generation
 // that an owner has said is ready.
 func (s *Space) Attach(ctx context.Context, current func(owner peer.Identity) uint64) error {
 	missing := map[peer.Identity][]*block{}
 	s.mu.Lock()
 	for _, b := range s.imports {
-		if b.stale(current) {
+		if b.behind(current) {
 			missing[*b.owner] = append(missing[*b.owner], b)
 		}
 	}
 	s.mu.Unlock()
 	errs := make(chan error, len(missing))
 	for owner, blocks := range missing {
-		go func() { errs <- s.attachFrom(ctx, owner, blocks) }()
+		go func() {
+			err := s.attachFrom(ctx, owner, s.staleOf(blocks, current))
+			if err == nil {
+				err = s.claim(ctx, owner)
+			}
+			errs <- err
+		}()
 	}
 	var all []error
 	for range missing {
@@ -600,12 +606,25 @@ func (b *block) stale(current func(owner peer.Identity) uint64) bool {
 	return !b.mem.live || (b.mem.keep == "" && b.mem.generation < current(*b.owner))
 }
 
-// Stale tells whether any peer's memory is to be mapped again.
+// behind tells whether a peer's block is to be mapped again, or what was imported of
+// it to be claimed. mu is held.
+func (b *block) behind(current func(owner peer.Identity) uint64) bool {
+	return b.stale(current) || (b.claims > 0 && b.fetching == nil && !b.lost)
+}
+
+// staleOf chooses the blocks that are to be mapped again.
+func (s *Space) staleOf(blocks []*block, current func(owner peer.Identity) uint64) []*block {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.DeleteFunc(blocks, func(b *block) bool { return !b.stale(current) })
+}
+
+// Stale tells whether any peer's memory is to be mapped again, or claimed.
 func (s *Space) Stale(current func(owner peer.Identity) uint64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, b := range s.imports {
-		if b.stale(current) {
+		if b.behind(current) {
 			return true
 		}
 	}
@@ -624,6 +643,9 @@ func (s *Space) Owners() []peer.Identity {
 }
 
 func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*block) error {
+	if len(blocks) == 0 {
+		return nil
+	}
 	ids := make([]uint64, len(blocks))
 	for i, b := range blocks {
 		ids[i] = b.id

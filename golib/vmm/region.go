@@ -76,15 +76,15 @@ func (s *Space) startOf(p cuda.Ptr) (*handle, error) {
 }
 
 // Live tells whether the memory at p is on its device now. known: it is this
-// Space's.
+// Space's, in use or not.
 func (s *Space) Live(p cuda.Ptr) (live, known bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	h, _, _ := s.find(p)
-	if h == nil {
+	list := s.memoryIn(p, 1)
+	if len(list) == 0 {
 		return false, false
 	}
-	return h.block.mem.live, true
+	return list[0].live, true
 }
 
 // ErrNoBackup says that nothing is kept of memory.
@@ -153,25 +153,25 @@ func (s *Space) Owns(block uint64) bool {
 }
 
 // Share makes the memory that starts at p available to peers, who Describe it
-// by the block's number and the offset.
-func (s *Space) Share(p cuda.Ptr) (block, offset uint64, err error) {
+// by the block's number and the offset. number tells it from what stands there later.
+func (s *Space) Share(p cuda.Ptr) (block, offset, number uint64, err error) {
 	s.structure.RLock()
 	defer s.structure.RUnlock()
 	h, err := s.startOf(p)
 	if err != nil {
-		return 0, 0, err
+		return 0, 0, 0, err
 	}
 	b := h.block
 	if b.owner != nil {
-		return 0, 0, fmt.Errorf("the memory at %#x is %s's: share it from there: %w", uint64(p), b.owner, cuda.ErrNotSupported)
+		return 0, 0, 0, fmt.Errorf("the memory at %#x is %s's: share it from there: %w", uint64(p), b.owner, cuda.ErrNotSupported)
 	}
 	if err := s.onDevice(h.prop.Location, func(*Device) error { return s.share(b) }); err != nil {
-		return 0, 0, err
+		return 0, 0, 0, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	h.exported = true
-	return b.id, h.off, nil
+	return b.id, h.off, h.number, nil
 }
 
 // Describe answers the descriptor of memory that was shared.
@@ -202,6 +202,9 @@ func (s *Space) Open(d Descriptor) (cuda.Ptr, error) {
 	id, err := s.importOf(d)
 	if err != nil {
 		return 0, err
+	}
+	if err := s.claimNow(id, d.Owner); err != nil {
+		return 0, errors.Join(err, s.AnyDevice(func() error { return s.Release(id) }))
 	}
 	p, err := s.give(id, device)
 	if err != nil {

@@ -21,12 +21,12 @@ import (
 // by nobody else, and new memory of a program's may have any contents.
 
 // retire takes in what a handle of a slab has had. mu is held.
-func (s *Space) retire(b *block, part span, exported bool) {
+func (s *Space) retire(b *block, part span, exported bool, number uint64) {
 	if exported && !s.peers.Settle(peer.Part{b.id, part.off}) {
 		if b.awaited == nil {
-			b.awaited = map[uint64]uint64{}
+			b.awaited = map[uint64]awaited{}
 		}
-		b.awaited[part.off] = part.size
+		b.awaited[part.off] = awaited{part.size, number}
 		return
 	}
 	s.reclaim(b, part)
@@ -45,11 +45,11 @@ func (s *Space) reclaim(b *block, part span) {
 func (s *Space) Settled(part peer.Part) {
 	s.mu.Lock()
 	b := s.blocks[part[0]]
-	if b == nil || b.awaited[part[1]] == 0 {
+	if b == nil || b.awaited[part[1]].size == 0 {
 		s.mu.Unlock()
 		return
 	}
-	size := b.awaited[part[1]]
+	size := b.awaited[part[1]].size
 	delete(b.awaited, part[1])
 	s.reclaim(b, span{part[1], size})
 	s.mu.Unlock()

@@ -23,6 +23,7 @@ type Descriptor struct {
 	BlockSize uint64
 	Offset    uint64
 	Size      uint64
+	Number    uint64 // of the chunk: what stands there later has another
 	Prop      cuda.Prop
 	// Of a slab: the window that the block stands in, and where.
 	Window     uint64 `json:",omitempty"`
@@ -44,7 +45,7 @@ func (s *Space) descriptor(h *handle) Descriptor {
 		owner = *b.owner
 	}
 	d := Descriptor{Magic: descriptorMagic, Owner: owner, Block: b.id, BlockSize: b.size, Offset: h.off, Size: h.size,
-		Prop: h.prop, Tag: s.options.Region}
+		Number: h.number, Prop: h.prop, Tag: s.options.Region}
 	if b.window != nil {
 		d.Window, d.WindowSize, d.At = b.window.id, b.window.size, uint64(b.home-b.window.base)
 	}
@@ -168,7 +169,7 @@ func (s *Space) serve(to peer.Identity, ids []uint64) ([]peer.Memory, error) {
 	for _, id := range ids {
 		b := s.blocks[id]
 		m := b.mem
-		if to.Group != s.peers.Self().Group && m.keep == "" && s.options.Region == "" {
+		if to.Group != s.peers.Self().Group && (m.keep == "" || m.keep == KeepNIC) && s.options.Region == "" {
 			m.keep = KeepGroup
 		}
 		i, known := at[m]
@@ -231,7 +232,7 @@ func (s *Space) importOwn(d Descriptor) (cuda.Handle, error) {
 		return 0, fmt.Errorf("import freed memory: %w", cuda.ErrInvalidValue)
 	}
 	h := b.handleAt(d.Offset)
-	if h == nil || h.off != d.Offset {
+	if h == nil || h.off != d.Offset || h.number != d.Number {
 		return 0, fmt.Errorf("import freed memory: %w", cuda.ErrInvalidValue)
 	}
 	h.refs++
@@ -264,15 +265,26 @@ func (s *Space) view(d Descriptor) (cuda.Handle, <-chan struct{}, error) {
 		}
 		return id, nil, err
 	}
-	defer s.mu.Unlock()
 	if b.fetching != nil {
+		defer s.mu.Unlock()
 		return 0, b.fetching, nil
 	}
 	if d.BlockSize != b.size {
+		defer s.mu.Unlock()
 		return 0, nil, fmt.Errorf("import memory of %s: a block of %d bytes is said to have %d: %w", d.Owner, b.size, d.BlockSize,
 			cuda.ErrInvalidValue)
 	}
-	return s.viewOf(b, d).id, nil, nil
+	if h := b.handleAt(d.Offset); h != nil && h.off == d.Offset && h.number != d.Number {
+		defer s.mu.Unlock()
+		return 0, nil, fmt.Errorf("import memory of %s: what it has freed there is still in use here: %w", b.owner, cuda.ErrInvalidValue)
+	}
+	h := s.viewOf(b, d)
+	begun := h.unclaimed && s.options.Region == "" && (b.mem.live || s.bringing[b.owner.ID]) && s.want(b) // else the resume claims it
+	s.mu.Unlock()
+	if begun {
+		s.options.Imported()
+	}
+	return h.id, nil, nil
 }
 
 // viewOf answers the handle of a part of an imported block. mu is held.
@@ -283,7 +295,11 @@ func (s *Space) viewOf(b *block, d Descriptor) *handle {
 		return h
 	}
 	h = s.newHandle(d.Size, d.Prop)
-	h.block, h.off = b, d.Offset
+	h.block, h.off, h.number = b, d.Offset, d.Number
+	if b.window != nil { // else no other has the block after it
+		h.unclaimed = true
+		b.claims++
+	}
 	b.addHandle(h)
 	return h
 }

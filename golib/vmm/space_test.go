@@ -38,6 +38,8 @@ type network struct {
 
 	// Called at each fetch of these blocks, before it is answered and after; nil: not.
 	fetching, fetched func(blocks []uint64)
+	claiming          func() // at each claim, before it is answered; nil: not
+	claimError        error
 }
 
 func newNetwork() *network {
@@ -55,6 +57,9 @@ type port struct {
 func (p port) Self() peer.Identity { return p.self }
 
 func (p port) Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, _ bool) ([]peer.Memory, uint64, error) {
+	if p.fetching != nil {
+		p.fetching(blocks)
+	}
 	p.mu.Lock()
 	space := p.spaces[owner.ID]
 	for _, b := range blocks {
@@ -62,9 +67,6 @@ func (p port) Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, _
 		p.maps[key] = slices.Compact(slices.SortedFunc(slices.Values(append(p.maps[key], p.self.ID)), peer.ID.Compare))
 	}
 	p.mu.Unlock()
-	if p.fetching != nil {
-		p.fetching(blocks)
-	}
 	if space == nil || p.Gone(owner) {
 		return nil, 0, peer.ErrGone
 	}
@@ -95,13 +97,13 @@ func (p port) Freed(block uint64) {
 	p.freed[block]++
 }
 
-// Settle asks the other Spaces, on a goroutine as a Node does.
+// Settle asks the Spaces that have fetched the block, on a goroutine as a Node does.
 func (p port) Settle(part peer.Part) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var others []*Space
 	for id, space := range p.spaces {
-		if id != p.self.ID && !p.gone[id] {
+		if slices.Contains(p.maps[importKey{p.self.ID, part[0]}], id) && !p.gone[id] {
 			others = append(others, space)
 		}
 	}
@@ -116,6 +118,20 @@ func (p port) Settle(part peer.Part) bool {
 		p.used(p.self, part, users)
 	}()
 	return false
+}
+
+// Claim asks the owner's Space, as a Node does.
+func (p port) Claim(_ context.Context, owner peer.Identity, chunks []peer.Chunk) ([]peer.Chunk, error) {
+	p.mu.Lock()
+	space := p.spaces[owner.ID]
+	p.mu.Unlock()
+	if p.claiming != nil {
+		p.claiming()
+	}
+	if space == nil || p.Gone(owner) {
+		return nil, peer.ErrGone
+	}
+	return space.Outlived(chunks), p.claimError
 }
 
 func (p port) Ended(owner peer.Identity, part peer.Part) {
@@ -194,7 +210,6 @@ func rights(device int) []cuda.Access {
 type nccl struct {
 	*Space
 	device int
-	site   uintptr
 }
 
 // buffer is what NCCL's allocator made.
@@ -214,7 +229,7 @@ func (n nccl) granularity() uint64 {
 // allocate follows NCCL's allocator.
 func (n nccl) allocate(size uint64) (b buffer, err error) {
 	b.size = roundUp(size, n.granularity())
-	if b.handle, err = n.Create(b.size, prop(n.device), 0, true, n.site); err != nil {
+	if b.handle, err = n.Create(b.size, prop(n.device), 0, true); err != nil {
 		return b, fmt.Errorf("create: %w", err)
 	}
 	if b.at, err = n.reserve(b.size, n.granularity(), 0, b.handle); err != nil {
