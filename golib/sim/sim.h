@@ -46,6 +46,9 @@ void cuSimCheckAccess(CUdevice dev, CUdeviceptr ptr, size_t size, int write);
  */
 CUresult cuSimSetFault(const char *function, unsigned n, CUresult result);
 
+/* From now on, to register host memory makes all launches wait for so many microseconds a MB. */
+CUresult cuSimSetPinning(unsigned us);
+
 /* How often the named function was called in this process since cuInit. */
 CUresult cuSimCallCount(const char *function, unsigned long long *count);
 
