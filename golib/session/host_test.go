@@ -1,6 +1,7 @@
 package session
 
 import (
+	"context"
 	"testing"
 	"time"
 
@@ -88,4 +89,101 @@ func TestPreallocateFails(t *testing.T) {
 	require.NoError(t, err)
 	require.False(t, grown, "not while paused")
 	require.NoError(t, p.Resume(""))
+}
+
+// short is how long a launch may be held up: far less than the kernels of these tests run.
+const short = 200 * time.Millisecond
+
+// While a kernel runs, the driver's cuMemHostUnregister waits for it and lets nobody
+// launch another. So host memory waits for the kernel, and others do not.
+func TestFreeHostHoldsUpNoLaunches(t *testing.T) {
+	p := start(t, 1, 20*time.Second)[0]
+	r := p.region(t, "weights", BackupCPU)
+	b := p.torch(t, r, 4*mib, 1)
+	require.NoError(t, p.Pause(""))
+	require.NoError(t, p.Resume(""))
+	end := simtest.Busy(t)
+	longest := simtest.Launches(t)
+	done := make(chan error, 1)
+	go func() { done <- p.FreeHost("") }()
+	time.Sleep(2 * short)
+	require.Less(t, longest(), short)
+	require.Empty(t, done, "it waits")
+	require.NotZero(t, p.Stats("").Host.Arena+p.Stats("").Regions[0].Host)
+	end()
+	require.NoError(t, <-done)
+	require.Zero(t, p.Stats("").Host.Arena)
+	require.Zero(t, p.Stats("").Regions[0].Host)
+	p.give(t, r, b)
+}
+
+// Meanwhile another thread may pause and resume.
+func TestFreeHostHasADeadline(t *testing.T) {
+	p := start(t, 1, 2*short)[0]
+	require.NoError(t, p.Pause(""))
+	require.NoError(t, p.Resume(""))
+	end := simtest.Busy(t)
+	longest := simtest.Launches(t)
+	err := p.FreeHost("")
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.ErrorContains(t, err, "work on GPU [0] has not ended")
+	require.Less(t, longest(), short)
+	require.Equal(t, 4*mib, p.Stats("").Host.Arena)
+	turn, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	waiting := make(chan error, 1)
+	go func() { waiting <- p.FreeHost("") }()
+	time.Sleep(brief + brief/2)
+	require.NoError(t, p.take(turn), "it waits without the turn")
+	p.Session.give()
+	end()
+	require.NoError(t, <-waiting)
+	require.Zero(t, p.Stats("").Host.Arena)
+}
+
+// A region may end while another thread's kernel runs: its host memory goes with the next
+// pause, or on request.
+func TestTheEndOfARegionHoldsUpNoLaunches(t *testing.T) {
+	for name, later := range map[string]func(p *process) error{
+		"pause":   func(p *process) error { return p.Pause("nccl") },
+		"request": func(p *process) error { return p.FreeHost("") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := start(t, 1, 20*time.Second)[0]
+			number := p.region(t, "weights", BackupCPU)
+			r := p.allRegions()[number]
+			b := p.torch(t, number, 4*mib, 1)
+			require.NoError(t, p.Pause("weights"))
+			require.NoError(t, p.Resume("weights"))
+			// The kernel begins after Free has waited for the device, and before the turn ends.
+			require.NoError(t, r.take(context.Background()))
+			p.give(t, number, b)
+			end := simtest.Busy(t)
+			longest := simtest.Launches(t)
+			r.give()
+			require.Less(t, longest(), short)
+			require.Equal(t, 4*mib, p.Stats("").Regions[0].Host)
+			end()
+			require.NoError(t, later(p))
+			require.Zero(t, p.Stats("").Regions[0].Host)
+			require.NoError(t, p.Resume(""))
+		})
+	}
+}
+
+// Host memory that is got ahead is pinned in parts, between which the program launches.
+func TestPreallocationHoldsUpLaunchesLittle(t *testing.T) {
+	p := bare(t, 1, 20*time.Second)[0]
+	number := p.region(t, "weights", BackupCPU)
+	b := p.torch(t, number, 384*mib, 1)
+	simtest.Pinning(t, time.Millisecond) // for a MB
+	end := simtest.Busy(t)
+	longest := simtest.Launches(t)
+	grown, err := p.allRegions()[number].growHost()
+	require.NoError(t, err)
+	require.True(t, grown)
+	require.Less(t, longest(), short, "not for 384 ms")
+	require.Equal(t, 384*mib, p.Stats("").Regions[0].Host)
+	end()
+	p.give(t, number, b)
 }
