@@ -212,6 +212,32 @@ func TestClaimsEnd(t *testing.T) {
 	require.NoError(t, a.Free(always))
 }
 
+// What another process has populated and still claims counts twice, so a claim that is in
+// the way of another may be about to end.
+func TestAClaimWaitsForOthersToEnd(t *testing.T) {
+	folder := t.TempDir()
+	inRoot(t, nil)
+	root = folder
+	inFolder(t, folder)
+	claimWait = 20 * time.Second
+	available(t, folder, 100*mib)
+	a := NewArena(nil)
+	other := newClaimant(t, folder)
+	require.Equal(t, "ready", other.answer(t))
+	other.tell(t, "begin", 80*mib)
+	require.Equal(t, "<nil>", other.answer(t))
+	began := make(chan error, 1)
+	go func() { began <- a.Begin(40 * mib) }()
+	time.Sleep(100 * time.Millisecond)
+	require.Empty(t, began)
+	other.tell(t, "done")
+	require.NoError(t, <-began)
+	a.Done()
+	started := time.Now()
+	require.Error(t, a.Begin(101*mib), "no other's end makes room for this")
+	require.Less(t, time.Since(started), 10*time.Second)
+}
+
 // Who waits for the moment at which another process claims does not wait for ever.
 func TestAClaimantThatStopped(t *testing.T) {
 	folder := t.TempDir()

@@ -70,9 +70,11 @@ func (r *Region) growHost() (grown bool, err error) {
 func grow(space *vmm.Space, arena *offload.Arena) (grown bool, err error) {
 	total := space.Footprint()
 	if arena.Bytes() >= total {
+		arena.Done() // less is needed than was
 		return false, nil
 	}
 	if err := arena.Expect(total); err != nil { // a backup that was retained stays
+		arena.Done()
 		return false, err
 	}
 	err = space.AnyDevice(func() error {

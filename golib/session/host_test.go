@@ -2,6 +2,10 @@ package session
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -186,4 +190,93 @@ func TestPreallocationHoldsUpLaunchesLittle(t *testing.T) {
 	require.Equal(t, 384*mib, p.Stats("").Regions[0].Host)
 	end()
 	p.give(t, number, b)
+}
+
+// What was got ahead for memory that is freed meanwhile goes back.
+func TestPreallocationOfWhatIsFreedMeanwhile(t *testing.T) {
+	anonymous := func() uint64 {
+		status, err := os.ReadFile("/proc/self/status")
+		require.NoError(t, err)
+		_, rest, _ := strings.Cut(string(status), "RssAnon:")
+		var n uint64
+		_, err = fmt.Sscan(rest, &n)
+		require.NoError(t, err)
+		return n << 10
+	}
+	p := alone(t)
+	number := p.region(t, "weights", BackupCPU)
+	r := p.allRegions()[number]
+	a, b := p.torch(t, number, 512*mib, 1), p.torch(t, number, 128*mib, 2)
+	grown, err := r.growHost()
+	require.NoError(t, err)
+	require.True(t, grown)
+	require.Eventually(t, func() bool { return anonymous() > 600*mib }, 10*time.Second, time.Millisecond, "more is on its way")
+	p.give(t, number, b)
+	grown, err = r.growHost()
+	require.NoError(t, err)
+	require.False(t, grown)
+	require.Less(t, anonymous(), 600*mib)
+	require.Equal(t, 512*mib, p.Stats("").Regions[0].Host)
+	p.give(t, number, a)
+	require.Zero(t, p.Stats("").Regions[0].Host)
+}
+
+// Host memory is got and given back at any time while the program, and its peer, pause
+// and resume.
+func TestHostMemoryAtRandom(t *testing.T) {
+	all := start(t, 2, 20*time.Second)
+	stop, ended := make(chan struct{}), make(chan error, 4)
+	cycles := func(f func() error) {
+		for {
+			select {
+			case <-stop:
+				ended <- nil
+				return
+			default:
+			}
+			if err := f(); err != nil && !errors.Is(err, ErrState) {
+				ended <- err
+				return
+			}
+		}
+	}
+	var regions []int
+	var buffers []buffer
+	for i, p := range all {
+		number := p.region(t, "weights", BackupCPU)
+		regions, buffers = append(regions, number), append(buffers, p.torch(t, number, 48*mib, uint64(i+50)))
+		go cycles(func() error { return p.FreeHost("") })
+		go cycles(func() error {
+			_, err := p.growHost()
+			_, more := p.allRegions()[number].growHost()
+			return errors.Join(err, more)
+		})
+	}
+	for range 20 {
+		for _, f := range []func(p *process) error{
+			func(p *process) error { return p.Pause("") }, func(p *process) error { return p.Resume("") },
+		} {
+			done := make(chan error, len(all))
+			for _, p := range all {
+				go func() { done <- f(p) }()
+			}
+			for range all {
+				require.NoError(t, <-done)
+			}
+		}
+		for i, p := range all {
+			require.True(t, buffers[i].intact())
+			for _, b := range p.own {
+				require.True(t, b.intact())
+			}
+		}
+	}
+	close(stop)
+	for range 4 {
+		require.NoError(t, <-ended)
+	}
+	for i, p := range all {
+		p.give(t, regions[i], buffers[i])
+		require.Zero(t, p.Stats("").Regions[0].Host)
+	}
 }
