@@ -2,7 +2,12 @@ package offload
 
 import (
 	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
 
@@ -13,6 +18,9 @@ import (
 const mib = uint64(1) << 20
 
 func TestMain(m *testing.M) { simtest.Main(m) }
+
+// always lets a store give host memory back: no kernel runs.
+func always() error { return nil }
 
 func length(pieces [][]byte) uint64 {
 	var n uint64
@@ -57,12 +65,12 @@ func TestGrow(t *testing.T) {
 	require.Equal(t, 10*mib, a.Bytes(), "by what was missing")
 	require.NoError(t, grow(a, 3*mib))
 	require.Equal(t, 10*mib, a.Bytes(), "it does not shrink")
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 	require.Zero(t, a.Bytes())
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 	require.NoError(t, grow(a, 3*mib))
 	require.Equal(t, 4*mib, a.Bytes(), "and again")
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 }
 
 // What is more than a piece is populated by several threads, and ahead.
@@ -77,11 +85,11 @@ func TestGrowByPieces(t *testing.T) {
 	rest := take(t, a, total-mib)
 	require.Len(t, rest, 2)
 	require.Equal(t, total, a.Bytes())
-	require.Equal(t, pins+2, simtest.Calls(t, "cuMemHostRegister"))
+	require.Equal(t, pins+maxPiece/pinSize+1, simtest.Calls(t, "cuMemHostRegister"), "in small parts, which hold up launches little")
 	first[0], rest[0][0], rest[1][6*mib-1] = 1, 2, 3
 	_, err := a.Take(1)
 	require.ErrorContains(t, err, "more than was said")
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 }
 
 // A pause that stops half way has populated a piece that nobody takes.
@@ -97,9 +105,130 @@ func TestFreeWhatWasPopulatedAhead(t *testing.T) {
 	require.NoError(t, a.Begin(2*maxPiece))
 	take(t, a, mib)
 	require.NotNil(t, a.ahead)
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 	require.Nil(t, a.ahead)
 	require.Less(t, resident(), before+maxPiece/2)
+}
+
+// What a pause that has failed got ahead goes back at once, and other processes can have it.
+func TestDone(t *testing.T) {
+	simtest.On(t, 0)
+	a := NewArena(simtest.Driver())
+	require.NoError(t, a.Begin(2*maxPiece))
+	take(t, a, mib)
+	require.NotNil(t, a.ahead)
+	a.Done()
+	require.Nil(t, a.ahead)
+	require.Zero(t, a.claim.bytes)
+	require.EqualValues(t, maxPiece, a.Bytes())
+	_, err := a.Take(maxPiece)
+	require.ErrorContains(t, err, "more than was said")
+	require.NoError(t, a.Free(always))
+}
+
+// Memory is given back part by part, as long as that disturbs nobody; what is left can
+// still be used.
+func TestFreeStopsWhileADeviceIsBusy(t *testing.T) {
+	simtest.On(t, 0)
+	a := NewArena(simtest.Driver())
+	require.NoError(t, grow(a, pinSize+6*mib))
+	require.NoError(t, grow(a, 2*pinSize+6*mib))
+	busy := errors.New("busy")
+	parts := 1
+	ready := func() error {
+		if parts--; parts < 0 {
+			return busy
+		}
+		return nil
+	}
+	require.ErrorIs(t, a.Free(ready), busy)
+	require.EqualValues(t, pinSize+6*mib, a.Bytes())
+	parts = 1
+	require.ErrorIs(t, a.Free(ready), busy)
+	require.EqualValues(t, pinSize, a.Bytes())
+	require.NoError(t, a.Begin(pinSize+mib))
+	pieces := take(t, a, pinSize+mib)
+	require.Len(t, pieces, 2)
+	pieces[0][pinSize-1], pieces[1][mib-1] = 1, 2
+	require.NoError(t, a.Free(always))
+	require.Zero(t, a.Bytes())
+}
+
+// What was pinned before a failure is kept: to unpin it may hold up launches.
+func TestPinFails(t *testing.T) {
+	simtest.On(t, 0)
+	a := NewArena(simtest.Driver())
+	unpinned := simtest.Calls(t, "cuMemHostUnregister")
+	simtest.Fault(t, "cuMemHostRegister", 2, cuda.ErrOutOfMemory)
+	var host *HostMemoryError
+	require.ErrorAs(t, grow(a, 3*pinSize), &host)
+	require.EqualValues(t, pinSize, a.Bytes())
+	require.Equal(t, unpinned, simtest.Calls(t, "cuMemHostUnregister"))
+	require.NoError(t, grow(a, 3*pinSize))
+	require.EqualValues(t, 3*pinSize, a.Bytes())
+	require.NoError(t, a.Free(always))
+}
+
+// The driver refuses a copy of host memory that was pinned in two parts: runs and rows
+// that cross from one to the next come back whole.
+func TestCopiesStayWithinWhatIsPinnedTogether(t *testing.T) {
+	simtest.On(t, 0)
+	driver := simtest.Driver()
+	size := uint64(3*pinSize + 6*mib)
+	at := deviceMemory(t, size)
+	stream, err := driver.NewStream()
+	require.NoError(t, err)
+	run := &Contents{}
+	run.Keep(at+4096, size-8192)
+	rows := &Contents{}
+	const row = 640 << 10
+	for from := uint64(0); from+mib <= size; from += mib {
+		rows.Keep(at+cuda.Ptr(from), row)
+	}
+	for name, c := range map[string]*Contents{"a run": run, "rows": rows} {
+		a := NewArena(driver)
+		// All of it lies behind something else, so that it begins within a part.
+		require.NoError(t, a.Begin(mib+c.Bytes()))
+		take(t, a, mib)
+		simtest.Fill(at, 1, size)
+		require.NoError(t, a.Save(c, stream), name)
+		require.Len(t, c.host, 1, "one piece for who reads it")
+		require.NoError(t, driver.StreamSynchronize(stream))
+		simtest.Fill(at, 2, size)
+		require.NoError(t, a.Restore(c, stream), name)
+		require.NoError(t, driver.StreamSynchronize(stream))
+		want, was := simtest.Random(2, size), simtest.Random(1, size)
+		for _, r := range c.Kept {
+			for i := range r.Rows {
+				from := uint64(r.At-at) + i*r.Pitch
+				copy(want[from:from+r.Size], was[from:])
+			}
+		}
+		require.True(t, bytes.Equal(want, simtest.Bytes(at, size)), name)
+		require.NoError(t, a.Free(always))
+	}
+}
+
+// A child of fork() must neither copy pinned memory nor keep what is given back here.
+func TestChildrenOfForkDoNotGetIt(t *testing.T) {
+	simtest.On(t, 0)
+	a := NewArena(simtest.Driver())
+	require.NoError(t, grow(a, 2*mib))
+	maps, err := os.ReadFile("/proc/self/smaps")
+	require.NoError(t, err)
+	start := uintptr(unsafe.Pointer(&a.segments[0].memory[0]))
+	inside := false
+	var flags []string
+	for line := range strings.Lines(string(maps)) {
+		var from, to uintptr
+		if n, _ := fmt.Sscanf(line, "%x-%x ", &from, &to); n == 2 {
+			inside = from <= start && start < to
+		} else if words := strings.Fields(line); inside && words[0] == "VmFlags:" {
+			flags = words[1:]
+		}
+	}
+	require.Contains(t, flags, "dc", "not copied at fork: proc(5)")
+	require.NoError(t, a.Free(always))
 }
 
 func TestTake(t *testing.T) {
@@ -130,7 +259,7 @@ func TestTake(t *testing.T) {
 		require.Empty(t, take(t, a, 0))
 		require.Equal(t, 6*mib, a.Bytes(), "the memory stays")
 	}
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 }
 
 func TestHostMemoryError(t *testing.T) {
@@ -156,9 +285,9 @@ func TestHostMemoryError(t *testing.T) {
 	require.NoError(t, grow(a, 8*mib))
 	require.Equal(t, 8*mib, a.Bytes())
 	simtest.Fault(t, "cuMemHostUnregister", 1, cuda.ErrUnknown)
-	require.ErrorIs(t, a.Free(), cuda.ErrUnknown)
+	require.ErrorIs(t, a.Free(always), cuda.ErrUnknown)
 	require.Equal(t, 8*mib, a.Bytes(), "what can't be unpinned stays")
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 }
 
 // Contents come back whole, though they lie in several segments; ranges to be
@@ -244,7 +373,7 @@ func TestRows(t *testing.T) {
 		require.NoError(t, a.Restore(c, stream))
 		require.NoError(t, driver.StreamSynchronize(stream))
 		require.True(t, bytes.Equal(want, simtest.Bytes(at, 32*mib)), name)
-		require.NoError(t, a.Free())
+		require.NoError(t, a.Free(always))
 	}
 	simtest.Fault(t, "cuMemcpy2DAsync", 1, cuda.ErrUnknown)
 	c := &Contents{}
@@ -253,7 +382,7 @@ func TestRows(t *testing.T) {
 	a := NewArena(driver)
 	require.NoError(t, a.Begin(c.Bytes()))
 	require.ErrorIs(t, a.Save(c, stream), cuda.ErrUnknown)
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 }
 
 func deviceMemory(t *testing.T, size uint64) cuda.Ptr {

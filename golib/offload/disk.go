@@ -247,9 +247,11 @@ func aligned(size uint64) ([]byte, error) {
 	return unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 }
 
-// Free forgets all that was saved and gives the file and the buffers back. A
-// context must be current. What can't be unpinned stays.
-func (d *Disk) Free() error {
+// Done implements Store.
+func (d *Disk) Done() {}
+
+// Free implements Store: it gives the file and the buffers back.
+func (d *Disk) Free(ready func() error) error {
 	d.begun++
 	d.wanted, d.saved, d.end = 0, 0, 0
 	d.file.close()
@@ -259,12 +261,15 @@ func (d *Disk) Free() error {
 		if err := b.wait(); err != nil {
 			return err
 		}
+		if err := ready(); err != nil {
+			return err
+		}
 		if err := d.driver.HostUnregister(unsafe.Pointer(&b.memory[0])); err != nil {
 			return err
 		}
 		d.ring = d.ring[:len(d.ring)-1]
 		d.bytes.Add(-uint64(len(b.memory)))
-		if err := unix.Munmap(b.memory); err != nil {
+		if err := unmap(b.memory); err != nil {
 			return err
 		}
 	}
@@ -325,15 +330,17 @@ func (d *Disk) buffer(grow bool) (*buffer, error) {
 
 // grow adds a buffer.
 func (d *Disk) grow() error {
-	if room, limit := hostRoom(); room < d.chunkSize {
-		return &HostMemoryError{d.chunkSize, fmt.Errorf("%s leaves %d", limit, room)}
+	claim := claim{on: &claims}
+	if err := claim.take(d.chunkSize); err != nil {
+		return &HostMemoryError{d.chunkSize, err}
 	}
+	defer claim.shrink(d.chunkSize)
 	memory, err := populated(d.chunkSize, d.node)
 	if err != nil {
 		return &HostMemoryError{d.chunkSize, err}
 	}
 	if err := d.driver.HostRegister(unsafe.Pointer(&memory[0]), d.chunkSize); err != nil {
-		return errors.Join(&HostMemoryError{d.chunkSize, fmt.Errorf("pin it: %w", err)}, unix.Munmap(memory))
+		return errors.Join(&HostMemoryError{d.chunkSize, fmt.Errorf("pin it: %w", err)}, unmap(memory))
 	}
 	d.ring = append(d.ring, &buffer{memory: memory, slot: len(d.ring)})
 	d.bytes.Add(d.chunkSize)

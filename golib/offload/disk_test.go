@@ -33,7 +33,7 @@ func newDiskOf(t *testing.T, named bool) *Disk {
 	d.chunkSize, d.ringSize = small, 4
 	pinned := pinnedNow()
 	t.Cleanup(func() {
-		require.NoError(t, d.Free())
+		require.NoError(t, d.Free(always))
 		require.Zero(t, d.Bytes())
 		require.Zero(t, d.FileBytes())
 		require.Empty(t, d.files(t))
@@ -209,7 +209,7 @@ func TestDisk(t *testing.T) {
 				}
 				require.Less(t, d.cached(t), s.total()/10)
 				if cycle == 1 {
-					require.NoError(t, d.Free())
+					require.NoError(t, d.Free(always))
 					require.Empty(t, d.files(t))
 					require.ErrorIs(t, d.Restore(s.list[0], s.stream), errForgotten)
 				}
@@ -398,7 +398,7 @@ func TestDiskStreams(t *testing.T) {
 		require.Len(t, list, d.ringSize, "events are used again")
 	}
 	defer simtest.Use(t, 0)()
-	require.NoError(t, d.Free())
+	require.NoError(t, d.Free(always))
 }
 
 // The device may be busy with what came before the copies: a Save waits for it,
@@ -478,7 +478,7 @@ func TestRead(t *testing.T) {
 			require.Nil(t, (&Contents{Kept: s.list[0].Kept}).Piece(s.at, 1))
 			require.ErrorIs(t, NewArena(simtest.Driver()).Restore(s.list[0], s.stream), errNotKept)
 			require.ErrorIs(t, NewDisk(simtest.Driver(), "", false).Restore(s.list[0], s.stream), errNotKept)
-			for _, forget := range []func() error{func() error { return store.Begin(s.total()) }, store.Free} {
+			for _, forget := range []func() error{func() error { return store.Begin(s.total()) }, func() error { return store.Free(always) }} {
 				require.NoError(t, store.Begin(s.total()))
 				require.NoError(t, s.save(store))
 				require.NoError(t, simtest.Driver().StreamSynchronize(s.stream))
@@ -534,7 +534,7 @@ func TestReadAcrossRanges(t *testing.T) {
 	require.NoError(t, a.Save(c, 0))
 	require.NoError(t, simtest.Driver().StreamSynchronize(0))
 	require.Equal(t, simtest.Bytes(at+4000, 2000), c.Piece(at+4000, 2000), "over ranges that follow each other")
-	require.NoError(t, a.Free())
+	require.NoError(t, a.Free(always))
 }
 
 func TestDiskHasNoFolder(t *testing.T) {
@@ -554,7 +554,7 @@ func TestDiskHasNoFolder(t *testing.T) {
 		if want != nil {
 			require.ErrorIs(t, err, want)
 		}
-		require.NoError(t, d.Free())
+		require.NoError(t, d.Free(always))
 	}
 }
 
@@ -653,7 +653,7 @@ func TestDiskFullWhenWritten(t *testing.T) {
 		require.NoError(t, simtest.Driver().StreamSynchronize(s.stream))
 		size := c.Kept[0].Size
 		require.True(t, bytes.Equal(s.want[:size], simtest.Bytes(s.at, size)))
-		require.NoError(t, d.Free())
+		require.NoError(t, d.Free(always))
 	}
 }
 
@@ -671,7 +671,7 @@ func TestDiskInMemory(t *testing.T) {
 	require.Equal(t, mib, disk.Free)
 	require.ErrorContains(t, err, "MemAvailable")
 	require.NoError(t, d.Begin(mib))
-	require.NoError(t, d.Free())
+	require.NoError(t, d.Free(always))
 }
 
 func TestDiskHasNoHostMemory(t *testing.T) {
@@ -913,7 +913,7 @@ func diskFaults(t *testing.T, named bool) {
 		s.lose(1001)
 		failed += attempt(func() error { return s.restore(d) })
 		s.intact(t)
-		failed += attempt(d.Free)
+		failed += attempt(func() error { return d.Free(always) })
 		require.Zero(t, d.Bytes())
 		return failed
 	}

@@ -17,15 +17,18 @@ import (
 var root = "/"
 
 // hostRoom answers how many bytes this process can still take of the host's
-// memory, and which limit says so: what the host has available, or what a
-// control group (version 2 or 1) allows it or one of its parents. What it can't
-// read it takes for no limit.
-func hostRoom() (room uint64, limit string) {
+// memory beside what is claimed, and which limit says so: what the host has
+// available, or what a control group (version 2 or 1) allows it or one of its
+// parents. What it can't read it takes for no limit.
+func hostRoom(claimed []held) (room uint64, limit string) {
 	room, limit = math.MaxUint64, "no limit"
 	if n, ok := field("proc/meminfo", "MemAvailable:"); ok {
 		room, limit = n<<10, "the host's memory (MemAvailable)"
+		for _, h := range claimed {
+			room -= min(room, h.bytes)
+		}
 	}
-	for _, group := range controlGroups() {
+	for _, group := range controlGroups("self") {
 		for dir := group.path; ; dir = path.Dir(dir) {
 			at := path.Join("sys/fs/cgroup", group.mount, dir)
 			most, limited := number(path.Join(at, group.limit))
@@ -34,6 +37,11 @@ func hostRoom() (room uint64, limit string) {
 				// The cache of files is given up before the limit is hit.
 				cache, _ := field(path.Join(at, "memory.stat"), group.cache)
 				left := most - min(most, used-min(used, cache))
+				for _, h := range claimed {
+					if h.isIn(group, dir) {
+						left -= min(left, h.bytes)
+					}
+				}
 				if left < room {
 					room, limit = left, "the control group's limit ("+path.Join("/", at, group.limit)+")"
 				}
@@ -48,10 +56,22 @@ func hostRoom() (room uint64, limit string) {
 
 type controlGroup struct{ mount, path, limit, usage, cache string }
 
-// controlGroups lists this process's, as proc(5) has them.
-func controlGroups() []controlGroup {
+// isIn tells whether a control group's limit counts what a process claims: it is in the
+// group or below. One whose groups can't be read may be.
+func (h held) isIn(group controlGroup, dir string) bool {
+	for _, other := range controlGroups(strconv.Itoa(h.pid)) {
+		if other.mount == group.mount {
+			return other.path == dir || strings.HasPrefix(other.path, strings.TrimSuffix(dir, "/")+"/") &&
+				!strings.HasPrefix(other.path, "/..")
+		}
+	}
+	return true
+}
+
+// controlGroups lists a process's, as proc(5) has them.
+func controlGroups(pid string) []controlGroup {
 	var groups []controlGroup
-	text, _ := os.ReadFile(path.Join(root, "proc/self/cgroup"))
+	text, _ := os.ReadFile(path.Join(root, "proc", pid, "cgroup"))
 	for line := range strings.Lines(string(text)) {
 		parts := strings.SplitN(strings.TrimSpace(line), ":", 3)
 		if len(parts) != 3 {

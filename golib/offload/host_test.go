@@ -55,7 +55,7 @@ func TestHostRoom(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			inRoot(t, c.files)
-			room, limit := hostRoom()
+			room, limit := hostRoom(nil)
 			require.Equal(t, c.room, room)
 			require.Contains(t, limit, c.limit)
 		})

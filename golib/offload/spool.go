@@ -246,8 +246,8 @@ func (f *spool) room() (room uint64, limit error, err error) {
 	}
 	room, limit = s.Bavail*uint64(s.Frsize), unix.ENOSPC
 	if inMemory(s) {
-		if host, name := hostRoom(); host < room {
-			room, limit = host, fmt.Errorf("%s: %w", name, unix.ENOSPC)
+		if host := (&claim{on: &claims}).room(0); host.room < room {
+			room, limit = host.room, fmt.Errorf("%s: %w", host.limit, unix.ENOSPC)
 		}
 	}
 	// To write behind this limit would end the process.

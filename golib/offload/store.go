@@ -26,13 +26,21 @@ type Store interface {
 	// context must be current.
 	Restore(c *Contents, stream cuda.Stream) error
 
+	// Done ends what Begin began: no Save follows before the next Begin. What was
+	// got ahead for one goes back, and what other processes were kept from getting.
+	Done()
+
 	// Bytes answers how much host memory is held, to any goroutine.
 	Bytes() uint64
 
 	// Free forgets all that was kept and gives everything back. No copy may be
 	// under way to or from what is kept in host memory. A context must be
 	// current. What could not be given back stays, and Free may be tried again.
-	Free() error
+	//
+	// To unpin memory the driver waits for all kernels that run, and lets nobody
+	// launch one meanwhile. So ready is called before each part of the memory, which
+	// takes the driver half a millisecond where nothing runs. Its error ends Free.
+	Free(ready func() error) error
 }
 
 var (

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"amem/golib/offload"
@@ -69,9 +70,11 @@ func (r *Region) growHost() (grown bool, err error) {
 func grow(space *vmm.Space, arena *offload.Arena) (grown bool, err error) {
 	total := space.Footprint()
 	if arena.Bytes() >= total {
+		arena.Done() // less is needed than was
 		return false, nil
 	}
 	if err := arena.Expect(total); err != nil { // a backup that was retained stays
+		arena.Done()
 		return false, err
 	}
 	err = space.AnyDevice(func() error {
@@ -81,8 +84,62 @@ func grow(space *vmm.Space, arena *offload.Arena) (grown bool, err error) {
 	return grown, err
 }
 
+// quiet is how long it takes at most to wait for devices that have nothing to do.
+const quiet = time.Millisecond
+
+// idle waits until the devices have nothing to do. It keeps nobody from launching
+// meanwhile, as cuMemHostUnregister does.
+func (s *Session) idle(ctx context.Context) error {
+	spaces := []*vmm.Space{s.space}
+	for _, r := range s.allRegions() {
+		spaces = append(spaces, r.space)
+	}
+	seen := map[int32]bool{}
+	spaces = slices.DeleteFunc(spaces, func(space *vmm.Space) bool {
+		more := false
+		for _, d := range space.Devices() {
+			more = more || !seen[d.Ordinal]
+			seen[d.Ordinal] = true
+		}
+		return !more
+	})
+	for {
+		started := time.Now()
+		for _, space := range spaces {
+			if err := space.Synchronize(ctx); err != nil {
+				return err
+			}
+		}
+		if time.Since(started) < quiet { // else other work may have come meanwhile
+			return nil
+		}
+	}
+}
+
+// brief is how long a thread may hold up others while it waits for idle devices.
+const brief = 50 * time.Millisecond
+
+// whenIdle calls f, which stops where ready fails, as it does soon while a device is
+// busy. Then whenIdle waits for the devices and calls f again, until ctx ends.
+func (s *Session) whenIdle(ctx context.Context, f func(ready func() error) error) error {
+	for {
+		soon, cancel := context.WithTimeout(ctx, brief)
+		err := f(func() error { return s.idle(soon) })
+		cancel()
+		if !errors.Is(err, context.DeadlineExceeded) {
+			return err
+		}
+		if ctx.Err() == nil {
+			err = s.idle(ctx)
+		}
+		if err != nil {
+			return fmt.Errorf("no host memory is given back while a GPU is busy, since no kernel could be launched meanwhile: %w", err)
+		}
+	}
+}
+
 // FreeHost gives the host memory back that is kept from one pause of the tags to
-// the next.
+// the next, once no work is left on the devices.
 func (s *Session) FreeHost(tags string) error {
 	regions, nccl, err := s.choose(tags)
 	if err != nil {
@@ -92,10 +149,10 @@ func (s *Session) FreeHost(tags string) error {
 	defer cancel()
 	var errs []error
 	if nccl {
-		errs = append(errs, s.freeNCCLHost(ctx))
+		errs = append(errs, s.whenIdle(ctx, func(ready func() error) error { return s.freeNCCLHost(ctx, ready) }))
 	}
 	for _, r := range regions {
-		errs = append(errs, r.freeHost(ctx))
+		errs = append(errs, s.whenIdle(ctx, func(ready func() error) error { return r.freeHost(ctx, ready) }))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("free host memory: %w", err)
@@ -107,7 +164,7 @@ func errHolds(tag string) error {
 	return fmt.Errorf("%w: tag %q is paused, and its host memory holds the contents: resume it first", ErrState, tag)
 }
 
-func (s *Session) freeNCCLHost(ctx context.Context) error {
+func (s *Session) freeNCCLHost(ctx context.Context, ready func() error) error {
 	if err := s.take(ctx); err != nil {
 		return err
 	}
@@ -115,10 +172,10 @@ func (s *Session) freeNCCLHost(ctx context.Context) error {
 	if s.State() != Active {
 		return errHolds(Tag)
 	}
-	return s.space.AnyDevice(s.arena.Free)
+	return s.space.AnyDevice(func() error { return s.arena.Free(ready) })
 }
 
-func (r *Region) freeHost(ctx context.Context) error {
+func (r *Region) freeHost(ctx context.Context, ready func() error) error {
 	if err := r.take(ctx); err != nil {
 		return err
 	}
@@ -126,5 +183,12 @@ func (r *Region) freeHost(ctx context.Context) error {
 	if r.isPaused() {
 		return errHolds(r.tag)
 	}
-	return r.dropStore()
+	return r.dropStore(ready)
+}
+
+// tidyRegions gives back what is left of regions that ended while devices were busy.
+func (s *Session) tidyRegions() {
+	for _, r := range s.allRegions() {
+		r.tidy()
+	}
 }

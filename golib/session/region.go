@@ -295,9 +295,10 @@ func (r *Region) give() {
 }
 
 // tidy gives back what a pause has taken for backups, if the region has no memory
-// any more. Who has the turn meanwhile does it at the turn's end.
+// any more. Who has the turn meanwhile does it at the turn's end. While a device is
+// busy it stays, until tidy is called again.
 func (r *Region) tidy() {
-	if !r.space.Empty() {
+	if !r.space.Empty() || !r.hasStore() {
 		return
 	}
 	select {
@@ -309,18 +310,31 @@ func (r *Region) tidy() {
 	if !r.space.Empty() {
 		return
 	}
-	if err := r.dropStore(); err != nil {
+	ctx, cancel := context.WithTimeout(context.Background(), brief)
+	defer cancel()
+	err := r.dropStore(func() error { return r.session.idle(ctx) })
+	switch {
+	case errors.Is(err, context.DeadlineExceeded):
+		slog.Info("host memory of a region without memory is kept while a GPU is busy: a later pause or resume, or "+
+			"amem.free_host_memory(), gives it back", "tag", r.tag, "bytes", r.store.Bytes())
+	case err != nil:
 		slog.Warn("host memory of a region without memory is kept", "tag", r.tag, "error", err)
 	}
 }
 
+func (r *Region) hasStore() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.store != nil
+}
+
 // dropStore gives back what backups take. The caller has the turn, and nothing is
-// to be restored.
-func (r *Region) dropStore() error {
+// to be restored. See offload.Store for ready.
+func (r *Region) dropStore(ready func() error) error {
 	if r.store == nil {
 		return nil
 	}
-	if err := r.space.AnyDevice(r.store.Free); err != nil {
+	if err := r.space.AnyDevice(func() error { return r.store.Free(ready) }); err != nil {
 		return err
 	}
 	r.mu.Lock()

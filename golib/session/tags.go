@@ -70,6 +70,7 @@ func (s *Session) Pause(tags string) (done Transition, err error) {
 	if err != nil {
 		return done, err
 	}
+	defer s.tidyRegions()
 	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
 	defer cancel()
 	clock := newClock()
@@ -119,6 +120,7 @@ func (s *Session) Resume(tags string) (done Transition, err error) {
 	if err != nil {
 		return done, err
 	}
+	defer s.tidyRegions()
 	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
 	defer cancel()
 	clock := newClock()

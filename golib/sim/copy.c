@@ -7,25 +7,34 @@
 
 enum side { SIDE_DEVICE, SIDE_HOST, SIDE_ANY };
 
-static bool is_pinned(uint64_t address, uint64_t size)
+enum pinning { NOT_PINNED, PINNED, BEYOND };
+
+/* BEYOND: the range begins in pinned memory and goes on after it, though it may be into other pinned memory. */
+static enum pinning pinning(uint64_t address, uint64_t size)
 {
     pthread_mutex_lock(&sim_tables_lock);
-    bool pinned = sim_pinned_find(address, size);
+    enum pinning is = sim_pinned_find(address, size) ? PINNED : sim_pinned_find(address, 1) ? BEYOND : NOT_PINNED;
     pthread_mutex_unlock(&sim_tables_lock);
-    return pinned;
+    return is;
 }
 
-/* Clears *pinned for host memory that is not. */
+/* Clears *pinned for host memory that is not. The real driver (H200, CUDA 13.0) refuses what goes beyond, too. */
 static bool is_usable(CUcontext context, uint64_t address, uint64_t size, bool write, enum side side, bool *pinned)
 {
     switch (sim_reach(context, address, size, write)) {
     case REACH_DEVICE:
         return true;
     case REACH_HOST:
-        if (is_pinned(address, size))
+        switch (pinning(address, size)) {
+        case PINNED:
             return true;
-        *pinned = false;
-        return side != SIDE_DEVICE && address;
+        case BEYOND:
+            return false;
+        case NOT_PINNED:
+            *pinned = false;
+            return side != SIDE_DEVICE && address;
+        }
+        return false;
     default:
         return false;
     }

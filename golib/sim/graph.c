@@ -181,7 +181,7 @@ SIM_FUNCTION(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, 11040, NE
              (CUgraphExec *executable, CUgraph graph, unsigned long long flags),
              (lock(), (void)flags, unlock(instantiate_locked(executable, graph))))
 SIM_FUNCTION(cuGraphLaunch, cuGraphLaunch, 10000, NEEDS_CONTEXT, (CUgraphExec executable, CUstream stream),
-             (lock(), unlock(launch_locked(call.context, executable, stream))))
+             (lock(), sim_await_turn(), unlock(launch_locked(call.context, executable, stream))))
 SIM_FUNCTION(cuGraphExecDestroy, cuGraphExecDestroy, 10000, NEEDS_INIT, (CUgraphExec executable),
              (lock(), unlock(destroy_executable_locked(executable))))
 SIM_FUNCTION(cuGraphDestroy, cuGraphDestroy, 10000, NEEDS_INIT, (CUgraph graph), (lock(), unlock(destroy_locked(graph))))

@@ -1,13 +1,16 @@
 /* Pinned host memory. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <search.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "internal.h"
 
 static void *pinned_ranges;
+static atomic_uint pin_us_per_mb;
 
 /* The pinned memory that holds all of the range. */
 struct sim_pinned *sim_pinned_find(uint64_t address, uint64_t size)
@@ -85,11 +88,25 @@ static bool is_mapped(uint64_t base, uint64_t size)
     return true;
 }
 
+/* As the real driver (H200, CUDA 13.0), which launches nothing for some 30 us a MB meanwhile: cuSimSetPinning. */
+static void stop_for(size_t size)
+{
+    uint64_t us = atomic_load(&pin_us_per_mb) * (uint64_t)size >> 20;
+    if (!us)
+        return;
+    struct timespec rest = {(time_t)(us / 1000000), (long)(us % 1000000) * 1000};
+    sim_stop_launches(false);
+    while (nanosleep(&rest, &rest) && errno == EINTR)
+        ;
+    sim_resume_launches();
+}
+
 static CUresult register_memory(void *memory, size_t size, unsigned flags)
 {
     uint64_t base = (uint64_t)memory;
     if (!memory || !size || base + size < base || flags & ~15u || !is_mapped(base, size))
         return CUDA_ERROR_INVALID_VALUE;
+    stop_for(size);
     pthread_mutex_lock(&sim_tables_lock);
     const struct sim_pinned *other = sim_range_find(&pinned_ranges, base, size);
     CUresult result = CUDA_SUCCESS;
@@ -103,21 +120,40 @@ static CUresult register_memory(void *memory, size_t size, unsigned flags)
     return result;
 }
 
-static CUresult unregister_memory(CUcontext context, void *memory)
+/* Callers hold sim_tables_lock. */
+static CUresult find_registered(const void *memory, struct sim_pinned **pinned)
 {
-    sim_synchronize(context);
-    CUresult result = CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    *pinned = sim_range_find(&pinned_ranges, (uint64_t)memory, 1);
+    if (!*pinned)
+        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    return (*pinned)->registered && (*pinned)->range.base == (uint64_t)memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* Waits for all kernels, and keeps all launches waiting meanwhile, as the real driver does (H200, CUDA 13.0). */
+static CUresult unregister_memory(const void *memory)
+{
+    struct sim_pinned *pinned;
     pthread_mutex_lock(&sim_tables_lock);
-    struct sim_pinned *pinned = sim_range_find(&pinned_ranges, (uint64_t)memory, 1);
-    if (pinned && (!pinned->registered || pinned->range.base != (uint64_t)memory)) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    } else if (pinned) {
+    CUresult result = find_registered(memory, &pinned);
+    pthread_mutex_unlock(&sim_tables_lock);
+    if (result)
+        return result;
+    sim_stop_launches(true);
+    pthread_mutex_lock(&sim_tables_lock);
+    result = find_registered(memory, &pinned);
+    if (!result) {
         tdelete(pinned, &pinned_ranges, sim_range_compare);
         free(pinned);
-        result = CUDA_SUCCESS;
     }
     pthread_mutex_unlock(&sim_tables_lock);
+    sim_resume_launches();
     return result;
+}
+
+static CUresult set_pinning(unsigned us)
+{
+    atomic_store(&pin_us_per_mb, us);
+    return CUDA_SUCCESS;
 }
 
 static CUresult get_device_pointer(CUdeviceptr *out, void *memory, unsigned flags)
@@ -139,6 +175,7 @@ SIM_FUNCTION(cuMemFreeHost, cuMemFreeHost, 2000, NEEDS_CONTEXT, (void *memory), 
 SIM_FUNCTION(cuMemHostRegister, cuMemHostRegister_v2, 6050, NEEDS_CONTEXT, (void *memory, size_t size, unsigned flags),
              register_memory(memory, size, flags))
 SIM_FUNCTION(cuMemHostUnregister, cuMemHostUnregister, 4000, NEEDS_CONTEXT, (void *memory),
-             unregister_memory(call.context, memory))
+             unregister_memory(memory))
 SIM_FUNCTION(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, 3020, NEEDS_CONTEXT,
              (CUdeviceptr *address, void *memory, unsigned flags), get_device_pointer(address, memory, flags))
+SIM_FUNCTION(cuSimSetPinning, cuSimSetPinning, 0, NEEDS_NOTHING, (unsigned us), set_pinning(us))

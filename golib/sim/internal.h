@@ -293,6 +293,8 @@ bool sim_dependency_add(struct sim_operation *operation, CUstream stream, uint64
 /* Takes the operation, even if it fails. */
 CUresult sim_enqueue(CUstream stream, struct sim_operation *operation);
 void sim_wait(CUstream stream, uint64_t sequence);
+/* Waits while a call stops all launches. */
+void sim_await_turn(void);
 void sim_stream_put(CUstream stream);
 /* Callers of these hold no lock. */
 CUcontext sim_stream_context(CUcontext context, CUstream handle);
@@ -300,6 +302,12 @@ CUcontext sim_stream_context(CUcontext context, CUstream handle);
 CUresult sim_submit(CUcontext context, CUstream handle, struct sim_operation *operation, bool wait);
 /* Waits for all that was submitted to the context until now. */
 void sim_synchronize(CUcontext context);
+/*
+ * Makes all that would submit work wait until sim_resume_launches, and waits,
+ * if told so, until all contexts are idle.
+ */
+void sim_stop_launches(bool until_idle);
+void sim_resume_launches(void);
 /* Spoils the captures that forbid an unsafe call by this thread, and returns the call's result; CUDA_SUCCESS if none does. */
 CUresult sim_capture_refusal(void);
 

@@ -64,6 +64,9 @@ CUresult cuSimSetDelay(const char *function, unsigned n, unsigned us, const char
  */
 CUresult cuSimWork(CUstream stream, unsigned us, const char *file);
 
+/* From now on, to register host memory makes all launches wait for so many microseconds a MB. */
+CUresult cuSimSetPinning(unsigned us);
+
 /* How often the named function was called in this process since cuInit. */
 CUresult cuSimCallCount(const char *function, unsigned long long *count);
 

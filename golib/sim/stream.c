@@ -10,9 +10,11 @@
 
 #include "internal.h"
 
-/* Broadcast, under sim_work_lock, whenever an operation is done. */
+/* Broadcast, under sim_work_lock, whenever an operation is done, and when work may be submitted again. */
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
 static uint64_t last_ticket;
+/* How many calls that stop all launches are under way, and how many threads wait for them. */
+static unsigned stops, stopped;
 
 static int compare_pointers(const void *a, const void *b)
 {
@@ -312,11 +314,21 @@ void sim_wait(CUstream stream, uint64_t sequence)
     sim_stream_put(stream);
 }
 
+void sim_await_turn(void)
+{
+    stopped++;
+    while (stops)
+        pthread_cond_wait(&progress, &sim_work_lock);
+    if (!--stopped)
+        pthread_cond_broadcast(&progress);
+}
+
 CUresult sim_submit(CUcontext context, CUstream handle, struct sim_operation *operation, bool wait)
 {
     if (!operation)
         return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&sim_work_lock);
+    sim_await_turn();
     CUstream stream = sim_stream_find(context, handle);
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
     if (!stream) {
@@ -347,6 +359,27 @@ void sim_synchronize(CUcontext context)
     uint64_t ticket = last_ticket;
     while (has_before(context, ticket))
         pthread_cond_wait(&progress, &sim_work_lock);
+    pthread_mutex_unlock(&sim_work_lock);
+}
+
+void sim_stop_launches(bool until_idle)
+{
+    pthread_mutex_lock(&sim_work_lock);
+    while (stopped && !stops) /* after those who waited for the call before */
+        pthread_cond_wait(&progress, &sim_work_lock);
+    stops++;
+    uint64_t ticket = last_ticket;
+    for (int i = 0; until_idle && i < sim_config.visible; i++)
+        while (has_before(&sim_contexts[i], ticket))
+            pthread_cond_wait(&progress, &sim_work_lock);
+    pthread_mutex_unlock(&sim_work_lock);
+}
+
+void sim_resume_launches(void)
+{
+    pthread_mutex_lock(&sim_work_lock);
+    stops--;
+    pthread_cond_broadcast(&progress);
     pthread_mutex_unlock(&sim_work_lock);
 }
 

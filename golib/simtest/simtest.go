@@ -65,6 +65,15 @@ static void amem_test_held(void *data) {
 static CUresult amem_test_hold(int *released) {
     return amem_test_launch_host(NULL, (void *)amem_test_held, released);
 }
+static CUresult amem_test_stream(CUstream *stream) {
+    AMEM_TEST_CALL("cuStreamCreate", (CUstream *, unsigned), (stream, CU_STREAM_NON_BLOCKING));
+}
+static CUresult amem_test_destroy_stream(CUstream stream) { AMEM_TEST_CALL("cuStreamDestroy_v2", (CUstream), (stream)); }
+static void amem_test_nothing(void *data) { (void)data; }
+static CUresult amem_test_launch(CUstream stream) {
+    return amem_test_launch_host(stream, (void *)amem_test_nothing, NULL);
+}
+static CUresult amem_test_set_pinning(unsigned us) { AMEM_TEST_CALL("cuSimSetPinning", (unsigned), (us)); }
 static void amem_test_let_go(int *released) { __atomic_store_n(released, 1, __ATOMIC_RELEASE); }
 */
 import "C"
@@ -74,6 +83,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -302,4 +312,47 @@ func Busy(t testing.TB) (end func()) {
 	released := (*C.int)(C.calloc(1, C.sizeof_int))
 	check(t, "cuLaunchHostFunc", C.amem_test_hold(released))
 	return func() { C.amem_test_let_go(released) }
+}
+
+// Launches launches work on a stream of its own, on a thread of its own and every
+// millisecond, until the returned function is called: that answers how long the
+// launch took that took longest.
+func Launches(t testing.TB) (end func() (longest time.Duration)) {
+	t.Helper()
+	stop, began, answer := make(chan struct{}), make(chan struct{}), make(chan time.Duration)
+	go func() {
+		defer Use(t, 0)()
+		var stream C.CUstream
+		failed := C.amem_test_stream(&stream) != 0
+		var longest time.Duration
+		for first := true; ; first = false {
+			started := time.Now()
+			failed = failed || C.amem_test_launch(stream) != 0
+			longest = max(longest, time.Since(started))
+			if first {
+				close(began)
+			}
+			select {
+			case <-stop:
+				if failed || C.amem_test_destroy_stream(stream) != 0 {
+					longest = math.MaxInt64
+				}
+				answer <- longest
+				return
+			case <-time.After(time.Millisecond):
+			}
+		}
+	}()
+	<-began
+	return func() time.Duration {
+		close(stop)
+		return <-answer
+	}
+}
+
+// Pinning makes all launches wait while host memory is pinned: so long for a MB.
+func Pinning(t testing.TB, mb time.Duration) {
+	t.Helper()
+	check(t, "cuSimSetPinning", C.amem_test_set_pinning(C.uint(mb/time.Microsecond)))
+	t.Cleanup(func() { C.amem_test_set_pinning(0) })
 }

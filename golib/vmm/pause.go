@@ -217,6 +217,7 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 // copyOut starts to copy out the contents of the memory, which is sorted by
 // device. On failure no copy is under way.
 func (s *Space) copyOut(list []*memory, store offload.Store, total uint64) error {
+	defer store.Done()
 	store.Prefer(s.node())
 	if err := store.Begin(total); err != nil {
 		return err

@@ -265,6 +265,46 @@ func TestHostMemoryFails(t *testing.T) {
 	empty(t, s)
 }
 
+// listener is a store that notes what it is told.
+type listener struct {
+	offload.Store
+	begun, done int
+}
+
+func (l *listener) Begin(total uint64) error {
+	l.begun++
+	return l.Store.Begin(total)
+}
+
+func (l *listener) Done() {
+	l.done++
+	l.Store.Done()
+}
+
+// However a pause ends, its store learns that it gets no more, so that what it was about to
+// get is not kept from other processes.
+func TestTheStoreLearnsThatAPauseHasEnded(t *testing.T) {
+	s := newSpace(t, Options{Arena: true})
+	n := nccl{Space: s}
+	b := n.mustAllocate(t, 4*mib)
+	fill([]buffer{b})
+	for _, call := range []string{"cuMemHostRegister", "cuMemcpyDtoHAsync", "cuEventRecord", "cuMemRelease", ""} {
+		l := &listener{Store: offload.NewArena(simtest.Driver())}
+		if call != "" {
+			simtest.Fault(t, call, 1, cuda.ErrUnknown)
+		}
+		_, err := pause(s, l)
+		require.Equal(t, call != "", err != nil, call)
+		require.Equal(t, 1, l.begun, call)
+		require.Equal(t, 1, l.done, call)
+	}
+	_, err := resume(s)
+	require.NoError(t, err)
+	filled(t, []buffer{b})
+	n.mustFree(t, b)
+	empty(t, s)
+}
+
 // A pause that fails once copies are under way waits for them: NCCL may free what they read.
 func TestFailedPauseWaitsForItsCopies(t *testing.T) {
 	s := newSpace(t, Options{Arena: true})

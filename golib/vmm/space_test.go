@@ -314,7 +314,7 @@ func filled(t *testing.T, buffers []buffer) {
 }
 
 // pause and resume are the session's steps, without peers.
-func pause(s *Space, arena *offload.Arena) (Paused, error) {
+func pause(s *Space, arena offload.Store) (Paused, error) {
 	p, err := s.Vacate(arena)
 	p.Copying = 0 // it varies
 	return p, err

@@ -366,6 +366,8 @@ def stats() -> Stats:
 def free_host_memory(*tags: str) -> None:
     """Gives back the pinned host memory that pauses of the tags have kept contents in, and that is kept for the next.
 
+    Waits until no work is left on the GPUs. Other threads may launch kernels meanwhile, which are waited for too.
+
     Args:
         tags: which; none means all.
 
@@ -373,7 +375,8 @@ def free_host_memory(*tags: str) -> None:
         InvalidArgumentError: there is no such tag.
         NotEnabledError: amem is not enabled in this process.
         InvalidStateError: a tag is paused, and the memory holds its contents.
-        AmemError: anything else. The memory is kept.
+        DeadlineError: there was work on the GPUs all the time. What memory is left is kept.
+        AmemError: anything else. What memory is left is kept.
     """
     text, library = _library.tag_list(tags), _loaded()
     _library.check(library, "amem_free_host_memory", library.amem_free_host_memory(text))

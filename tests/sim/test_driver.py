@@ -650,6 +650,84 @@ def test_pinned_memory_is_tracked_and_copied_asynchronously(start: Start) -> Non
     start(run_pinned).finish()
 
 
+def run_pinned_in_parts(peer: Peer) -> None:
+    driver = Driver()
+    memory = ctypes.create_string_buffer(3 << 16)
+    base = ctypes.addressof(memory)
+    block = driver.alloc(3 << 16)
+    stream = driver.stream()
+
+    def copy(at: int, size: int) -> int:
+        return driver.call("cuMemcpyDtoHAsync_v2", Pointer(base + at), U64(block), Size(size), stream)
+
+    for part in (0, 1 << 16):
+        assert driver.call("cuMemHostRegister_v2", Pointer(base + part), Size(1 << 16), 1) == 0
+    driver.do("cuMemsetD8_v2", U64(block), ctypes.c_ubyte(5), Size(3 << 16))
+    assert copy(0, 1 << 16) == 0 == copy(1 << 16, 1 << 16)
+    assert copy(0, 2 << 16) == INVALID_VALUE == copy((2 << 16) - 1, 2)
+    driver.do("cuStreamSynchronize", stream)
+    assert memory.raw == b"\5" * (2 << 16) + bytes(1 << 16)
+
+
+def test_a_copy_must_not_span_what_was_pinned_apart(start: Start) -> None:
+    start(run_pinned_in_parts).finish()
+
+
+def run_launches_held_up(peer: Peer) -> None:
+    driver = Driver()
+    memory = ctypes.create_string_buffer(4 * MIB)
+    base = ctypes.addressof(memory)
+    gate = threading.Event()
+    busy, other = driver.stream(), driver.stream()
+    nothing, hold = driver.kernel(lambda: None), driver.kernel(gate.wait)
+
+    def longest(call: Callable[[], int], until: Callable[[], None]) -> float:
+        """The longest launch while another thread makes the call."""
+        results: list[int] = []
+
+        def run() -> None:
+            driver.do("cuCtxSetCurrent", driver.context)
+            results.append(call())
+
+        thread = threading.Thread(target=run)
+        timer = threading.Timer(0.3, until)
+        thread.start()
+        timer.start()
+        worst = 0.0
+        while timer.is_alive() or thread.is_alive():
+            started = time.monotonic()
+            assert nothing(other) == 0
+            worst = max(worst, time.monotonic() - started)
+            time.sleep(0.001)
+        assert results == [0]
+        return worst
+
+    def synchronize() -> int:
+        return driver.call("cuCtxSynchronize")
+
+    def register() -> int:
+        return driver.call("cuMemHostRegister_v2", Pointer(base), Size(4 * MIB), 1)
+
+    def unregister() -> int:
+        return driver.call("cuMemHostUnregister", Pointer(base))
+
+    assert hold(busy) == 0
+    assert longest(synchronize, gate.set) < 0.2
+    gate.clear()
+    assert hold(busy) == 0
+    assert longest(register, gate.set) < 0.2
+    gate.clear()
+    assert hold(busy) == 0
+    assert driver.call("cuMemHostUnregister", Pointer(base + 1)) == INVALID_VALUE, "at once"
+    assert longest(unregister, gate.set) > 0.2, "it waits for the kernel, and all launches for it"
+    driver.do("cuSimSetPinning", ctypes.c_uint(75000))
+    assert longest(register, lambda: None) > 0.2
+
+
+def test_unpinning_waits_for_kernels_and_launches_for_it(start: Start) -> None:
+    start(run_launches_held_up).finish()
+
+
 # ---- faults, delays, log ----
 
 
