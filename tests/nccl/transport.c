@@ -12,12 +12,14 @@
 enum {
     HOST_BUFFER = 64 << 10,
     NVLS_BUFFER = 4 << 20,
-    NET_BUFFER = 1 << 20,
+    NET_CONTROL = 4096, /* in front of what a NIC registers */
     TAG_SEND = 0x40000000,
     TAG_RECV = 0x50000000,
     TAG_SEND_DONE = 0x60000000,
     TAG_RECV_DONE = 0x70000000
 };
+
+enum { PEER_ACCESS_ALREADY_ENABLED = 704 };
 
 struct connect_info {
     uint64_t handle;
@@ -89,26 +91,24 @@ ncclResult_t proxy_setup(struct ncclComm *comm, size_t size, int retains, bool h
 }
 
 ncclResult_t proxy_net_setup(struct ncclComm *comm, int index, struct reply *reply) {
-    struct proxy_buffer buffer = {.size = NET_BUFFER, .fd = -1};
+    size_t size = recv_size(), registered = size - NET_CONTROL;
+    struct proxy_buffer buffer = {.size = size, .fd = -1};
     pthread_once(&verbs.once, load_verbs);
     if (verbs.reg_mr == NULL || verbs.reg_mr_iova2 == NULL || verbs.dereg_mr == NULL) {
         return fail(ncclSystemError, "NCCL_STANDIN_NET=1, but libibverbs.so.1 is not there or lacks a function");
     }
-    if (options.cumem) {
-        TRY(mem_alloc_network(&buffer.ptr, NET_BUFFER));
-    } else {
-        CU(cuMemAlloc(&buffer.ptr, NET_BUFFER));
-    }
-    void *addr = (void *)(uintptr_t)buffer.ptr;
+    /* As a peer's, by the same function: the network's too may be shared with a peer. What is registered is a part. */
+    TRY(mem_alloc(&buffer.ptr, NULL, size));
+    CUdeviceptr at = buffer.ptr + NET_CONTROL;
+    void *addr = (void *)(uintptr_t)at;
     int fd = -1;
     if (index == 0) {
-        buffer.mr = verbs.reg_mr_iova2(NULL, addr, NET_BUFFER, buffer.ptr, 7);
+        buffer.mr = verbs.reg_mr_iova2(NULL, addr, registered, at, 7);
     } else if (index == 1 || verbs.reg_dmabuf_mr == NULL || driver.cuMemGetHandleForAddressRange == NULL ||
-               driver.cuMemGetHandleForAddressRange(&fd, buffer.ptr, NET_BUFFER, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD,
-                                                    0) != CUDA_SUCCESS) {
-        buffer.mr = verbs.reg_mr(NULL, addr, NET_BUFFER, 7);
+               driver.cuMemGetHandleForAddressRange(&fd, at, registered, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) != CUDA_SUCCESS) {
+        buffer.mr = verbs.reg_mr(NULL, addr, registered, 7);
     } else {
-        buffer.mr = verbs.reg_dmabuf_mr(NULL, 0, NET_BUFFER, buffer.ptr, fd, 7);
+        buffer.mr = verbs.reg_dmabuf_mr(NULL, 0, registered, at, fd, 7);
         close(fd);
     }
     reply->ptr = buffer.ptr;
@@ -172,8 +172,7 @@ void proxy_free_all(struct ncclComm *comm) {
 /* ---- peers' buffers ---- */
 
 ncclResult_t transport_import(struct ncclComm *comm, int owner, uint64_t handle, size_t size, bool host,
-                              CUdeviceptr *ptr) {
-    CUmemGenericAllocationHandle imported;
+                              CUdeviceptr *ptr, CUmemGenericAllocationHandle *imported) {
     int fd = -1;
     if (!options.cumem) {
         TRY(proxy_get_fd(comm, owner, handle, &fd));
@@ -190,13 +189,13 @@ ncclResult_t transport_import(struct ncclComm *comm, int owner, uint64_t handle,
     if (!host) CU(cuMemGetAllocationGranularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
     size = (size + granularity - 1) / granularity * granularity;
     TRY(proxy_get_fd(comm, owner, handle, &fd));
-    CUresult result = driver.cuMemImportFromShareableHandle(&imported, (void *)(uintptr_t)fd,
+    CUresult result = driver.cuMemImportFromShareableHandle(imported, (void *)(uintptr_t)fd,
                                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     close(fd);
     if (result != CUDA_SUCCESS) return cuda_failure("import of a peer's buffer", result);
-    if (host) return mem_host_map(ptr, imported, size);
+    if (host) return mem_host_map(ptr, *imported, size);
     CU(cuMemAddressReserve(ptr, size, 0, 0, 0));
-    CU(cuMemMap(*ptr, size, 0, imported, 0));
+    CU(cuMemMap(*ptr, size, 0, *imported, 0));
     return mem_allow(*ptr, size, comm->dev);
 }
 
@@ -216,7 +215,12 @@ void transport_free_import(struct ncclComm *comm, CUdeviceptr ptr, size_t size, 
 static ncclResult_t map_peer(struct ncclComm *comm, int peer, const struct connect_info *info, struct conn *conn) {
     conn->remote_size = info->size;
     conn->same_process = same_process(comm, comm->rank, peer);
-    if (!conn->same_process) return transport_import(comm, peer, info->handle, info->size, false, &conn->remote);
+    if (!conn->same_process)
+        return transport_import(comm, peer, info->handle, info->size, false, &conn->remote, &conn->remote_handle);
+    CUcontext peer_ctx;
+    CU(cuDevicePrimaryCtxRetain(&peer_ctx, comm->peers[peer].dev));
+    CUresult enabled = driver.cuCtxEnablePeerAccess(peer_ctx, 0);
+    if (enabled != CUDA_SUCCESS && enabled != PEER_ACCESS_ALREADY_ENABLED) return cuda_failure("peer access", enabled);
     if (!options.cumem) {
         conn->remote = info->ptr;
         return ncclSuccess;
@@ -228,7 +232,7 @@ static ncclResult_t map_peer(struct ncclComm *comm, int peer, const struct conne
 
 static size_t send_size(void) { return options.shareable; }
 
-static size_t recv_size(void) {
+size_t recv_size(void) {
     size_t size = SIMPLE_OFFSET + options.buffsize;
     return (size + options.shareable - 1) / options.shareable * options.shareable;
 }
@@ -244,6 +248,7 @@ static ncclResult_t setup_end(struct ncclComm *comm, int peer, bool sender) {
         struct reply reply;
         TRY(proxy_call(comm, comm->rank, &request, -1, &reply, NULL));
         conn->own = reply.ptr;
+        conn->own_handle = reply.handle;
         info[c] = (struct connect_info){.handle = reply.handle, .ptr = reply.ptr, .size = request.a};
     }
     return bootstrap_send(comm, peer, sender ? TAG_SEND : TAG_RECV, info, sizeof info[0] * (size_t)comm->channels);
@@ -271,7 +276,7 @@ static ncclResult_t net_init(struct ncclComm *comm) {
         struct request request = {.kind = REQUEST_NET, .a = (uint64_t)i};
         struct reply reply;
         TRY(proxy_call(comm, comm->rank, &request, -1, &reply, NULL));
-        TRY(metadata_check_later(comm, reply.ptr, NET_BUFFER, mix((uint64_t)(1000 + i)) | 1));
+        TRY(metadata_check_later(comm, reply.ptr, recv_size(), mix((uint64_t)(1000 + i)) | 1));
     }
     return ncclSuccess;
 }
@@ -381,6 +386,7 @@ ncclResult_t host_numa_init(struct ncclComm *comm) {
     struct {
         uint64_t handle, size;
     } all[MAX_RANKS];
+    CUmemGenericAllocationHandle imported;
     struct request request = {.kind = REQUEST_HOST_SETUP, .a = HOST_BUFFER};
     struct reply reply;
     int prev = (comm->rank + comm->nranks - 1) % comm->nranks;
@@ -390,7 +396,7 @@ ncclResult_t host_numa_init(struct ncclComm *comm) {
     all[comm->rank].handle = reply.handle;
     all[comm->rank].size = HOST_BUFFER;
     TRY(bootstrap_all_gather(comm, all, sizeof all[0]));
-    TRY(transport_import(comm, prev, all[prev].handle, all[prev].size, true, &comm->host_prev));
+    TRY(transport_import(comm, prev, all[prev].handle, all[prev].size, true, &comm->host_prev, &imported));
     if (*(uint64_t *)(uintptr_t)comm->host_prev != mix((uint64_t)prev + 1)) {
         return fail(ncclInternalError, "the host buffer of rank %d is not what it shared", prev);
     }
