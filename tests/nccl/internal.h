@@ -330,6 +330,10 @@ struct proxy_buffer {
     void *mr;
 };
 
+/* NULL: there is no NIC, or it refuses. way: which of the three functions for it. */
+void *nic_register(CUdeviceptr at, size_t size, int way);
+void nic_deregister(void *mr);
+
 /* Proxy thread. */
 ncclResult_t proxy_setup(struct ncclComm *comm, size_t size, int retains, bool host, struct reply *reply);
 ncclResult_t proxy_net_setup(struct ncclComm *comm, int index, struct reply *reply);
@@ -359,6 +363,7 @@ struct registration {
     CUdeviceptr remote[MAX_RANKS]; /* ptr in each peer's address space, where registered */
     CUdeviceptr remotes;           /* the same on the device, once a collective has used it */
     bool captured;                 /* registered by a captured operation, not by the user */
+    void *mr;                      /* a captured one's registration with the NIC */
 };
 
 struct window_memory {

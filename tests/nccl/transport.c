@@ -90,30 +90,36 @@ ncclResult_t proxy_setup(struct ncclComm *comm, size_t size, int retains, bool h
     return remember(comm, buffer);
 }
 
-ncclResult_t proxy_net_setup(struct ncclComm *comm, int index, struct reply *reply) {
-    size_t size = recv_size(), registered = size - NET_CONTROL;
-    struct proxy_buffer buffer = {.size = size, .fd = -1};
-    pthread_once(&verbs.once, load_verbs);
-    if (verbs.reg_mr == NULL || verbs.reg_mr_iova2 == NULL || verbs.dereg_mr == NULL) {
-        return fail(ncclSystemError, "NCCL_STANDIN_NET=1, but libibverbs.so.1 is not there or lacks a function");
-    }
-    /* As a peer's, by the same function: the network's too may be shared with a peer. What is registered is a part. */
-    TRY(mem_alloc(&buffer.ptr, NULL, size));
-    CUdeviceptr at = buffer.ptr + NET_CONTROL;
+/* By each of the three ways in turn. */
+void *nic_register(CUdeviceptr at, size_t size, int way) {
     void *addr = (void *)(uintptr_t)at;
     int fd = -1;
-    if (index == 0) {
-        buffer.mr = verbs.reg_mr_iova2(NULL, addr, registered, at, 7);
-    } else if (index == 1 || verbs.reg_dmabuf_mr == NULL || driver.cuMemGetHandleForAddressRange == NULL ||
-               driver.cuMemGetHandleForAddressRange(&fd, at, registered, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) != CUDA_SUCCESS) {
-        buffer.mr = verbs.reg_mr(NULL, addr, registered, 7);
-    } else {
-        buffer.mr = verbs.reg_dmabuf_mr(NULL, 0, registered, at, fd, 7);
-        close(fd);
+    pthread_once(&verbs.once, load_verbs);
+    if (verbs.reg_mr == NULL || verbs.reg_mr_iova2 == NULL || verbs.dereg_mr == NULL) return NULL;
+    if (way == 0) return verbs.reg_mr_iova2(NULL, addr, size, at, 7);
+    if (way == 1 || verbs.reg_dmabuf_mr == NULL || driver.cuMemGetHandleForAddressRange == NULL ||
+        driver.cuMemGetHandleForAddressRange(&fd, at, size, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) != CUDA_SUCCESS) {
+        return verbs.reg_mr(NULL, addr, size, 7);
     }
+    void *mr = verbs.reg_dmabuf_mr(NULL, 0, size, at, fd, 7);
+    close(fd);
+    return mr;
+}
+
+void nic_deregister(void *mr) {
+    if (mr != NULL) verbs.dereg_mr(mr);
+}
+
+ncclResult_t proxy_net_setup(struct ncclComm *comm, int index, struct reply *reply) {
+    size_t size = recv_size();
+    struct proxy_buffer buffer = {.size = size, .fd = -1};
+    /* As a peer's, by the same function: the network's too may be shared with a peer. What is registered is a part. */
+    TRY(mem_alloc(&buffer.ptr, NULL, size));
+    buffer.mr = nic_register(buffer.ptr + NET_CONTROL, size - NET_CONTROL, index);
     reply->ptr = buffer.ptr;
     TRY(remember(comm, buffer));
-    return buffer.mr != NULL ? ncclSuccess : fail(ncclSystemError, "registration of network buffer %d failed", index);
+    return buffer.mr != NULL ? ncclSuccess
+                             : fail(ncclSystemError, "NCCL_STANDIN_NET=1, but registration %d failed: is libibverbs.so.1 there?", index);
 }
 
 /* Reserves first and imports next, as NCCL 2.30 does for registered buffers. */
@@ -137,7 +143,7 @@ ncclResult_t proxy_register(struct ncclComm *comm, uint64_t handle, size_t size,
 }
 
 static void proxy_free(struct proxy_buffer *b) {
-    if (b->mr != NULL) verbs.dereg_mr(b->mr);
+    nic_deregister(b->mr);
     if (b->fd >= 0) {
         munmap((void *)(uintptr_t)b->ptr, b->size);
         close(b->fd);

@@ -47,7 +47,9 @@ struct registration *registration_of_captured(struct ncclComm *comm, const void 
     for (struct registration *r = comm->registrations; r != NULL; r = r->next)
         if (r->captured && r->ptr == base && r->size == base_size) return r;
     struct registration *reg = add_registration(comm, base, base_size);
-    if (reg != NULL) reg->captured = true;
+    if (reg == NULL) return NULL;
+    reg->captured = true;
+    if (options.net) reg->mr = nic_register(base, base_size, 0); /* ncclNetGraphRegisterBuffer */
     return reg;
 }
 
@@ -127,6 +129,7 @@ void registration_free_all(struct ncclComm *comm) {
     while (comm->registrations != NULL) {
         struct registration *r = comm->registrations;
         comm->registrations = r->next;
+        nic_deregister(r->mr);
         mem_free(r->remotes);
         free(r);
     }
