@@ -121,6 +121,7 @@ static ncclResult_t agree_on_direct(struct op *op) {
     if (!op->captured || !options.graph_register || op->work.kind == WINDOW_ALL_GATHER) return ncclSuccess;
     shared[op->comm->rank] = op->share != NULL && registration_share_all(op->comm, op->share);
     TRY(bootstrap_all_gather(op->comm, shared, 1));
+    TRY(nvls_register(op->comm, op->share, op->work.recv));
     bool all = op->work.kind == ALL_GATHER;
     for (int r = 0; r < op->comm->nranks; r++) all = all && shared[r];
     if (!all) return ncclSuccess;

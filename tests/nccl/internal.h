@@ -307,6 +307,8 @@ ncclResult_t proxy_call(struct ncclComm *comm, int rank, struct request *request
                         int *fd_out);
 ncclResult_t proxy_get_fd(struct ncclComm *comm, int rank, uint64_t handle, int *fd);
 
+struct registration;
+
 /* ---- transport.c: connections and the rest of a communicator's memory ---- */
 
 struct conn {
@@ -351,6 +353,9 @@ ncclResult_t metadata_init(struct ncclComm *comm);
 ncclResult_t metadata_check_later(struct ncclComm *comm, CUdeviceptr ptr, size_t size, uint64_t seed);
 ncclResult_t host_numa_init(struct ncclComm *comm);
 ncclResult_t nvls_init(struct ncclComm *comm);
+/* Binds a captured buffer to a multicast object, if all ranks can. Collective; reg may be NULL. */
+ncclResult_t nvls_register(struct ncclComm *comm, struct registration *reg, CUdeviceptr ptr);
+void nvls_deregister(struct ncclComm *comm, struct registration *reg);
 void nvls_free(struct ncclComm *comm);
 void transport_free(struct ncclComm *comm);
 
@@ -364,6 +369,10 @@ struct registration {
     CUdeviceptr remotes;           /* the same on the device, once a collective has used it */
     bool captured;                 /* registered by a captured operation, not by the user */
     void *mr;                      /* a captured one's registration with the NIC */
+    CUmemGenericAllocationHandle mc_handle; /* and its multicast object, 0: none */
+    CUdeviceptr mc_ptr;
+    size_t mc_size, uc_size;
+    bool mc_tried;
 };
 
 struct window_memory {

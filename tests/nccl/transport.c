@@ -461,6 +461,64 @@ ncclResult_t nvls_init(struct ncclComm *comm) {
     return bootstrap_barrier(comm);
 }
 
+/* As tryRegisterBuffer in nvls.cc: the base, with the least size of all ranks. */
+ncclResult_t nvls_register(struct ncclComm *comm, struct registration *reg, CUdeviceptr ptr) {
+    struct {
+        uint64_t possible, offset, size;
+    } all[MAX_RANKS] = {{0}};
+    uint64_t handles[MAX_RANKS] = {0};
+    CUmemAllocationProp uc = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                              .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                              .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = comm->dev}};
+    CUmulticastObjectProp mc = {.numDevices = (unsigned)comm->nranks,
+                                .handleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR};
+    size_t mc_granularity = 0, uc_granularity = 0, size = SIZE_MAX;
+    if (comm->mc_handle == 0 || (reg != NULL && reg->mc_tried)) return ncclSuccess;
+    CU(cuMemGetAllocationGranularity(&uc_granularity, &uc, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
+    if (reg != NULL) {
+        reg->mc_tried = true;
+        all[comm->rank].possible = reg->base % uc_granularity == 0;
+        all[comm->rank].offset = ptr - reg->base;
+        all[comm->rank].size = (reg->base_size + uc_granularity - 1) / uc_granularity * uc_granularity;
+    }
+    TRY(bootstrap_all_gather(comm, all, sizeof all[0]));
+    for (int r = 0; r < comm->nranks; r++) {
+        if (!all[r].possible || all[r].offset != all[0].offset) return ncclSuccess;
+        if (all[r].size < size) size = all[r].size;
+    }
+    mc.size = size;
+    CU(cuMulticastGetGranularity(&mc_granularity, &mc, CU_MULTICAST_GRANULARITY_RECOMMENDED));
+    mc.size = reg->mc_size = (size + mc_granularity - 1) / mc_granularity * mc_granularity;
+    if (comm->rank == 0) CU(cuMulticastCreate(&reg->mc_handle, &mc));
+    handles[comm->rank] = reg->mc_handle;
+    TRY(bootstrap_all_gather(comm, handles, sizeof handles[0]));
+    if (comm->rank != 0) {
+        int fd = -1;
+        TRY(proxy_get_fd(comm, 0, handles[0], &fd));
+        CUresult imported = driver.cuMemImportFromShareableHandle(&reg->mc_handle, (void *)(uintptr_t)fd,
+                                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+        close(fd);
+        if (imported != CUDA_SUCCESS) return cuda_failure("import of a buffer's multicast object", imported);
+    }
+    CU(cuMulticastAddDevice(reg->mc_handle, comm->dev));
+    TRY(bootstrap_barrier(comm));
+    /* No error: NCCL does without, as with memory by cuMemAlloc. */
+    if (driver.cuMulticastBindAddr(reg->mc_handle, 0, reg->base, size, 0) != CUDA_SUCCESS) return ncclSuccess;
+    reg->uc_size = size;
+    CU(cuMemAddressReserve(&reg->mc_ptr, reg->mc_size, mc_granularity, 0, 0));
+    CU(cuMemMap(reg->mc_ptr, reg->mc_size, 0, reg->mc_handle, 0));
+    return mem_allow(reg->mc_ptr, reg->mc_size, comm->dev);
+}
+
+void nvls_deregister(struct ncclComm *comm, struct registration *reg) {
+    if (reg->uc_size != 0) driver.cuMulticastUnbind(reg->mc_handle, comm->dev, 0, reg->uc_size);
+    if (reg->mc_ptr != 0) {
+        driver.cuMemUnmap(reg->mc_ptr, reg->mc_size);
+        driver.cuMemAddressFree(reg->mc_ptr, reg->mc_size);
+    }
+    if (reg->mc_handle != 0) driver.cuMemRelease(reg->mc_handle);
+}
+
 void nvls_free(struct ncclComm *comm) {
     if (comm->mc_bound) driver.cuMulticastUnbind(comm->mc_handle, comm->dev, 0, comm->uc_size);
     if (comm->uc_handle != 0) {

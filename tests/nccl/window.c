@@ -130,6 +130,7 @@ void registration_free_all(struct ncclComm *comm) {
         struct registration *r = comm->registrations;
         comm->registrations = r->next;
         nic_deregister(r->mr);
+        nvls_deregister(comm, r);
         mem_free(r->remotes);
         free(r);
     }

@@ -325,7 +325,9 @@ def captured_registration(rank: Rank) -> None:
     rank.barrier()
     peers = rank.ranks - 1
     registered = os.environ.get("NCCL_GRAPH_REGISTER") != "0"
-    assert cuda.calls("cuMemMap") - mapped == (peers + 1 if registered else 0), "the peers' memory, and their addresses"
+    multicast = 1 if os.environ.get("NCCL_STANDIN_NVLS") == "1" else 0
+    # The peers' memory, their addresses and the multicast object.
+    assert cuda.calls("cuMemMap") - mapped == (peers + 1 + multicast if registered else 0)
     assert cuda.calls("cuMemRetainAllocationHandle") - copies == (peers if registered else 0)
     cuda("cuGraphInstantiateWithFlags", byref(executable), captured, u64(0))
     for turn in range(4):
@@ -344,6 +346,12 @@ def captured_registration(rank: Rank) -> None:
     cuda.free(send)
     rank.barrier()
     assert cuda.free_memory() == before
+
+
+def captured_multicast(rank: Rank) -> None:
+    captured_registration(rank)
+    assert rank.cuda.calls("cuMulticastBindAddr") == 1
+    assert rank.cuda.calls("cuMulticastUnbind") == 2, "the communicator's own, and the buffer's"
 
 
 def captured_without_registration(rank: Rank) -> None:
@@ -605,6 +613,10 @@ def test_captured_collectives_replay(sim_dir: Path) -> None:
 @pytest.mark.parametrize("register", ["1", "0"])
 def test_captured_collectives_register_their_buffers(register: str, sim_dir: Path) -> None:
     Job(3, captured_registration, sim_dir, {"NCCL_GRAPH_REGISTER": register}).run()
+
+
+def test_captured_collectives_bind_their_buffers(sim_dir: Path) -> None:
+    Job(3, captured_multicast, sim_dir, {"NCCL_STANDIN_NVLS": "1"}).run()
 
 
 def test_captured_collectives_on_memory_without_a_handle(sim_dir: Path) -> None:
