@@ -63,7 +63,7 @@ def test_a_captured_collective_on_a_regions_memory(hole: bool) -> None:
 
 @pytest.mark.parametrize("by", ["nic", "multicast"])
 def test_a_regions_memory_that_hardware_keeps(by: str) -> None:
-    """A NIC, or a multicast object, keeps the pages, so they stay: whatever part of the slab the registration begins with."""
+    """A NIC, or a multicast object, keeps the pages, so they stay: whatever part of the slab is named first."""
     with ranks(2, env=NET if by == "nic" else {"NCCL_STANDIN_NVLS": "1"}) as group:
         group.init()
         group.comm_init()
