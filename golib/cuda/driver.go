@@ -80,6 +80,7 @@ const (
 	ErrOutOfMemory     Result = C.CUDA_ERROR_OUT_OF_MEMORY
 	ErrOperatingSystem Result = C.CUDA_ERROR_OPERATING_SYSTEM
 	ErrNotSupported    Result = C.CUDA_ERROR_NOT_SUPPORTED
+	ErrNotPermitted    Result = C.CUDA_ERROR_NOT_PERMITTED
 	ErrUnknown         Result = C.CUDA_ERROR_UNKNOWN
 )
 

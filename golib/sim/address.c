@@ -426,6 +426,8 @@ static CUresult get_pointer_attribute(void *data, int attribute, uint64_t addres
             *(int *)data = device && mapping->physical->trailer.area < SIM_MAX_DEVICES
                                ? sim_ordinal(mapping->physical->trailer.area)
                                : 0;
+        else if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)
+            *(int *)data = mapping && mapping->owner;
         else
             result = CUDA_ERROR_INVALID_VALUE;
     }

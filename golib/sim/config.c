@@ -92,7 +92,7 @@ bool sim_config_read(void)
         || !read_number("AMEM_SIM_MEMORY", UINT64_C(4) << 30, 1, UINT64_C(1) << 45, &sim_config.memory)
         || !read_number("AMEM_SIM_GRANULARITY", 2 << 20, 4096, 1 << 30, &sim_config.granularity)
         || !read_number("AMEM_SIM_MULTICAST", 1, 0, 1, &multicast)
-        || !read_number("AMEM_SIM_FABRIC", 0, 0, 1, &fabric)
+        || !read_number("AMEM_SIM_FABRIC", 0, 0, 2, &fabric)
         || !read_number("AMEM_SIM_P2P", 1, 0, 1, &p2p))
         return false;
     if (sim_config.granularity & (sim_config.granularity - 1)
@@ -103,7 +103,8 @@ bool sim_config_read(void)
     }
     sim_config.devices = (int)devices;
     sim_config.multicast = multicast;
-    sim_config.fabric = fabric;
+    sim_config.fabric = fabric == 1;
+    sim_config.fabric_offered = fabric;
     sim_config.p2p = p2p;
     return read_folder() && read_visible_devices()
         && sim_calls_configure(getenv("AMEM_SIM_DELAYS"), getenv("AMEM_SIM_FAULTS"), getenv("AMEM_SIM_LOG"));

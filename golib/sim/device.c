@@ -144,7 +144,7 @@ static CUresult get_attribute(int *value, int attribute, CUdevice device)
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: *value = 1; break;
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: *value = 1; break;
     case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: *value = 1; break;
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED: *value = sim_config.fabric; break;
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED: *value = sim_config.fabric_offered; break;
     case CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: *value = sim_config.multicast; break;
     case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: *value = 0; break;
     default: return CUDA_ERROR_INVALID_VALUE;

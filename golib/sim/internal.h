@@ -52,6 +52,7 @@ struct sim_config {
     uint64_t granularity;
     bool multicast;
     bool fabric;
+    bool fabric_offered;
     bool p2p;
 };
 extern struct sim_config sim_config;

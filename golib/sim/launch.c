@@ -67,9 +67,48 @@ static CUresult create(CUfunction *out, cuSimKernel kernel, int nparams, const s
     return CUDA_SUCCESS;
 }
 
+/* What CU_LAUNCH_PARAM_* say in pairs: where the values are, side by side, and how many bytes. */
+static bool read_extra(void **extra, const void **buffer, size_t *size)
+{
+    enum { END, POINTER, SIZE };
+    for (; *extra != (void *)END; extra += 2) {
+        if (*extra == (void *)POINTER)
+            *buffer = extra[1];
+        else if (*extra == (void *)SIZE)
+            *size = *(size_t *)extra[1];
+        else
+            return false;
+    }
+    return *buffer && *size;
+}
+
+static CUresult launch_params(CUcontext current, CUfunction function, const CUlaunchConfig *config, void **params);
+
 static CUresult launch(CUcontext current, CUfunction function, const CUlaunchConfig *config, void **params, void **extra)
 {
-    if (!config || extra || !config->gridDimX || !config->gridDimY || !config->gridDimZ || !config->blockDimX
+    if (!extra)
+        return launch_params(current, function, config, params);
+    pthread_mutex_lock(&sim_work_lock);
+    bool known = sim_set_has(&functions, function);
+    pthread_mutex_unlock(&sim_work_lock);
+    const void *buffer = NULL;
+    size_t size = 0;
+    if (!known)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (params || function->nparams != 1 || !read_extra(extra, &buffer, &size) || size > function->sizes[0])
+        return CUDA_ERROR_INVALID_VALUE;
+    void *value = calloc(1, function->sizes[0]);
+    if (!value)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    memcpy(value, buffer, size);
+    CUresult result = launch_params(current, function, config, &value);
+    free(value);
+    return result;
+}
+
+static CUresult launch_params(CUcontext current, CUfunction function, const CUlaunchConfig *config, void **params)
+{
+    if (!config || !config->gridDimX || !config->gridDimY || !config->gridDimZ || !config->blockDimX
         || !config->blockDimY || !config->blockDimZ)
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&sim_work_lock);

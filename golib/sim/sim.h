@@ -11,7 +11,8 @@
  *                         each call, the third call, the first call until the file exists
  *   AMEM_SIM_FAULTS       "cuMemMap:3:2": the third call from now fails with 2
  *   AMEM_SIM_MULTICAST    1: devices offer multicast (default 1)
- *   AMEM_SIM_FABRIC       1: devices offer FABRIC handles (default 0)
+ *   AMEM_SIM_FABRIC       1: devices offer FABRIC handles (default 0); 2: they say so, and refuse them with
+ *                         CUDA_ERROR_NOT_PERMITTED, as where no IMEX channel is given to the process
  *   AMEM_SIM_P2P          1: devices can reach each other's memory (default 1)
  *   AMEM_SIM_LOG          a file to which each call is written with its result
  */
@@ -31,6 +32,8 @@ typedef void (*cuSimKernel)(void **params);
 /*
  * Makes a function that cuLaunchKernel and cuLaunchKernelEx accept. At launch
  * the driver copies the params' values: nparams values of paramSizes[i] bytes.
+ * A function of one param may also get it as `extra`: a buffer of at most that
+ * size, what is missing being zeros.
  */
 CUresult cuSimFunctionCreate(CUfunction *function, cuSimKernel kernel, int nparams, const size_t *paramSizes);
 

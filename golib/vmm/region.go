@@ -30,12 +30,18 @@ func (s *Space) Allocate(size uint64, ordinal int32) (cuda.Ptr, error) {
 	s.mu.Lock()
 	h := s.newHandle(size, prop)
 	s.mu.Unlock()
-	err = s.onDevice(ordinal, func(*Device) error { return s.place(h, true) })
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	err = s.onDevice(ordinal, func(*Device) error {
+		if err := s.place(h, true); err != nil {
+			return err
+		}
+		// Who has got peer access while the block was made has not found it (Reach).
+		return s.widen(h.block, s.accessFor(ordinal))
+	})
 	if err != nil {
-		delete(s.handles, h.id)
-		return 0, fmt.Errorf("allocate %d bytes: %w", size, err)
+		s.mu.Lock()
+		h.refs--
+		s.mu.Unlock()
+		return 0, errors.Join(fmt.Errorf("allocate %d bytes: %w", size, err), s.endUnused(h))
 	}
 	return h.block.home + cuda.Ptr(h.off), nil
 }
@@ -232,30 +238,31 @@ func (s *Space) accessFor(device int32) []cuda.Access {
 // that it uses: its own, and what was opened for it. What is paused, it has
 // from the resume on.
 func (s *Space) Reach(device int32) error {
-	s.structure.Lock() // no memory is being made, nor mapped, meanwhile
-	defer s.structure.Unlock()
+	s.structure.RLock()
+	defer s.structure.RUnlock()
 	access := s.accessFor(device)
 	own := cuda.Access{LocationType: cuda.LocationDevice, Location: device, Flags: cuda.ReadWrite}
+	var list []*block
 	s.mu.Lock()
-	seen := map[*memory]*block{}
 	for _, b := range s.blocks {
-		seen[b.mem] = b
+		if b.mem.prop.Location == device {
+			list = append(list, b)
+		}
 	}
 	for _, b := range s.imports {
-		seen[b.mem] = b
+		if slices.Contains(b.mem.access, own) {
+			list = append(list, b)
+		}
 	}
 	s.mu.Unlock()
 	var errs []error
-	for m, b := range seen {
-		if (m.owner == nil && m.prop.Location != device) || (m.owner != nil && !slices.Contains(m.access, own)) {
-			continue
-		}
+	for _, b := range list {
 		if err := s.widen(b, access); err != nil {
 			errs = append(errs, fmt.Errorf("give GPUs with peer access to GPU %d its memory: %w", device, err))
 			continue
 		}
 		s.mu.Lock()
-		m.access = slices.SortedFunc(slices.Values(m.access), func(a, b cuda.Access) int { return int(a.Location - b.Location) })
+		b.mem.access = slices.SortedFunc(slices.Values(b.mem.access), func(a, b cuda.Access) int { return int(a.Location - b.Location) })
 		s.mu.Unlock()
 	}
 	return errors.Join(errs...)
@@ -268,6 +275,11 @@ func (s *Space) give(id cuda.Handle, device int32) (cuda.Ptr, error) {
 	defer s.structure.RUnlock()
 	h, err := s.lookup(id)
 	if err != nil {
+		return 0, err
+	}
+	// The device's own first: from then on Reach finds the memory.
+	own := cuda.Access{LocationType: cuda.LocationDevice, Location: device, Flags: cuda.ReadWrite}
+	if err := s.widen(h.block, []cuda.Access{own}); err != nil {
 		return 0, err
 	}
 	return h.block.home + cuda.Ptr(h.off), s.widen(h.block, s.accessFor(device))

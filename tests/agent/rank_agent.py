@@ -526,6 +526,37 @@ class Agent(Rank):
             for part in self.captured
         )
 
+    def capture_gather(self, tensor: int, count: int = 10_000, comm: int = 0) -> None:
+        """Captures one graph with an all-gather to the beginning of a tensor, which NCCL registers."""
+        source = self.device.alloc(count * ITEM)
+        self.count = count
+        self.captured.append(Captured(self.communicators[comm], source, self.tensors[tensor].pointer))
+        self.device.begin_capture()
+        self.communicators[comm].all_gather(source, self.tensors[tensor].pointer, count, self.device.stream)
+        self.graph = self.device.end_capture()
+
+    def replay_gather(self) -> int:
+        """Launches it on fresh data, which peers may write to the tensor themselves."""
+        assert self.graph is not None
+        self.replays += 1
+        part = self.captured[0]
+        self.device.write(part.source, pattern(self.count, self.replays, [part.communicator.rank]))
+        self.graph.launch()
+        self.device.synchronize()
+        want = b"".join(pattern(self.count, self.replays, [rank]) for rank in range(part.communicator.size))
+        return mismatches(self.device.read(part.target, len(want)), want)
+
+    def suspend(self, comm: int = 0) -> None:
+        """NCCL's own ncclCommSuspend; resume_nccl() ends it."""
+        status = self.nccl.library.ncclCommSuspend(self.communicators[comm].handle, 1)
+        if status:
+            raise self.nccl.error("ncclCommSuspend", status)
+
+    def resume_nccl(self, comm: int = 0) -> None:
+        status = self.nccl.library.ncclCommResume(self.communicators[comm].handle)
+        if status:
+            raise self.nccl.error("ncclCommResume", status)
+
     def graph_destroy(self) -> None:
         if self.graph is not None:
             self.graph.destroy()

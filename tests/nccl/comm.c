@@ -21,7 +21,8 @@ bool same_process(const struct ncclComm *comm, int a, int b) {
 
 ncclResult_t ncclGetVersion(int *version) {
     if (version == NULL) return fail(ncclInvalidArgument, "ncclGetVersion: no pointer");
-    *version = 22809;
+    const char *given = getenv("NCCL_STANDIN_VERSION");
+    *version = given != NULL && given[0] != '\0' ? atoi(given) : 22809;
     return ncclSuccess;
 }
 
@@ -220,6 +221,110 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *newc
     uint64_t salt = mix((uint64_t)number << 32 | (uint32_t)color);
     uint64_t id[2] = {mix(comm->id[0] ^ salt), mix(comm->id[1] + salt)};
     return begin_init(newcomm, n, id, rank, comm->ctx, comm->dev);
+}
+
+ncclResult_t ncclCommInitRankScalable(ncclComm_t *newcomm, int nranks, int myrank, int nId, ncclUniqueId *commIds,
+                                      ncclConfig_t *config) {
+    if (nId < 1 || commIds == NULL) return fail(ncclInvalidArgument, "ncclCommInitRankScalable: no unique id");
+    return ncclCommInitRankConfig(newcomm, nranks, commIds[0], myrank, config);
+}
+
+/* Collective over the ranks that stay: the others may be gone. */
+ncclResult_t ncclCommShrink(ncclComm_t comm, int *excludeRanksList, int excludeRanksCount, ncclComm_t *newcomm,
+                            ncclConfig_t *config, int shrinkFlags) {
+    rank_set excluded = 0;
+    int n = 0, rank = -1;
+    (void)config, (void)shrinkFlags;
+    if (comm == NULL || newcomm == NULL) return fail(ncclInvalidArgument, "ncclCommShrink: an argument is missing");
+    for (int i = 0; i < excludeRanksCount; i++) {
+        int r = excludeRanksList[i];
+        if (r < 0 || r >= comm->nranks || r == comm->rank) return fail(ncclInvalidArgument, "ncclCommShrink: rank %d", r);
+        excluded |= RANK(r);
+    }
+    for (int r = 0; r < comm->nranks; r++) {
+        if (excluded >> r & 1) continue;
+        if (r == comm->rank) rank = n;
+        n++;
+    }
+    uint64_t salt = mix((uint64_t)excluded ^ (uint64_t)(excluded >> 64) ^ 0x5371a4b);
+    uint64_t id[2] = {mix(comm->id[0] ^ salt), mix(comm->id[1] + salt)};
+    *newcomm = NULL;
+    return begin_init(newcomm, n, id, rank, comm->ctx, comm->dev);
+}
+
+/* ---- what the stand-in has not ---- */
+
+static ncclResult_t lacks(const char *function) {
+    return fail(ncclInvalidUsage, "%s: the stand-in for NCCL has no such thing", function);
+}
+
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t datatype, int residence,
+                                      ncclComm_t comm) {
+    (void)op, (void)scalar, (void)datatype, (void)residence, (void)comm;
+    return lacks("ncclRedOpCreatePreMulSum");
+}
+
+ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
+    (void)op, (void)comm;
+    return lacks("ncclRedOpDestroy");
+}
+
+ncclResult_t ncclDevCommCreate(ncclComm_t comm, const void *reqs, void *outDevComm) {
+    (void)comm, (void)reqs, (void)outDevComm;
+    return lacks("ncclDevCommCreate");
+}
+
+ncclResult_t ncclDevCommDestroy(ncclComm_t comm, const void *devComm) {
+    (void)comm, (void)devComm;
+    return lacks("ncclDevCommDestroy");
+}
+
+ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId *uniqueId) {
+    (void)comm, (void)uniqueId;
+    return lacks("ncclCommGetUniqueId");
+}
+
+ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId *uniqueId, int rank, ncclComm_t *newcomm,
+                          ncclConfig_t *config) {
+    (void)comm, (void)nRanks, (void)uniqueId, (void)rank, (void)newcomm, (void)config;
+    return lacks("ncclCommGrow");
+}
+
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
+    (void)comm, (void)revokeFlags;
+    return lacks("ncclCommRevoke");
+}
+
+ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUserPtr) {
+    (void)comm, (void)win, (void)outUserPtr;
+    return lacks("ncclWinGetUserPtr");
+}
+
+ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t window, size_t offset, void **outPtr) {
+    (void)window, (void)offset, (void)outPtr;
+    return lacks("ncclGetLsaMultimemDevicePointer");
+}
+
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void **outPtr) {
+    (void)window, (void)offset, (void)peer, (void)outPtr;
+    return lacks("ncclGetPeerDevicePointer");
+}
+
+ncclResult_t ncclPutSignal(const void *localbuff, size_t count, ncclDataType_t datatype, int peer, ncclWindow_t peerWin,
+                           size_t peerWinOffset, int sigIdx, int ctx, unsigned flags, ncclComm_t comm, CUstream stream) {
+    (void)localbuff, (void)count, (void)datatype, (void)peer, (void)peerWin, (void)peerWinOffset;
+    (void)sigIdx, (void)ctx, (void)flags, (void)comm, (void)stream;
+    return lacks("ncclPutSignal");
+}
+
+ncclResult_t ncclSignal(int peer, int sigIdx, int ctx, unsigned flags, ncclComm_t comm, CUstream stream) {
+    (void)peer, (void)sigIdx, (void)ctx, (void)flags, (void)comm, (void)stream;
+    return lacks("ncclSignal");
+}
+
+ncclResult_t ncclWaitSignal(int nDesc, void *signalDescs, ncclComm_t comm, CUstream stream) {
+    (void)nDesc, (void)signalDescs, (void)comm, (void)stream;
+    return lacks("ncclWaitSignal");
 }
 
 /* ---- ending one ---- */

@@ -152,6 +152,7 @@ static void read_options(void) {
     options.cumem = number("NCCL_CUMEM_ENABLE", 1, 0, 1) != 0;
     options.host_numa = options.cumem && number("NCCL_STANDIN_HOST_NUMA", 1, 0, 1) != 0;
     options.nvls = options.cumem && number("NCCL_STANDIN_NVLS", 0, 0, 1) != 0;
+    options.graph_register = options.cumem && number("NCCL_GRAPH_REGISTER", 1, 0, 1) != 0;
     options.net = number("NCCL_STANDIN_NET", 0, 0, 1) != 0;
     options.channels = (int)number("NCCL_STANDIN_CHANNELS", 2, 1, MAX_CHANNELS);
     options.metadata = (int)number("NCCL_STANDIN_METADATA", 24, 0, MAX_METADATA);

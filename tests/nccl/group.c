@@ -16,7 +16,8 @@ struct op {
     CUstream stream;
     struct work work;
     rank_set send_peers, recv_peers; /* to connect before */
-    struct registration *share;      /* to share with work.peer before */
+    struct registration *share;      /* to share with work.peer before, or, in a collective, with all */
+    bool captured;
 };
 
 static _Thread_local struct {
@@ -83,6 +84,53 @@ ncclResult_t group_add_init(struct comm_init *init) {
 
 /* ---- connections ---- */
 
+static bool is_p2p(const struct op *op) { return op->work.kind == SEND || op->work.kind == RECV; }
+
+enum { TAG_DIRECT = 0x30000000 };
+
+/* Any tensor of a captured operation is registered: NCCL_GRAPH_REGISTER. A collective's is where it receives. */
+static void register_captured(struct op *op) {
+    const struct work *w = &op->work;
+    if (!op->captured || !options.graph_register || w->kind == WINDOW_ALL_GATHER || w->count == 0) return;
+    if (is_p2p(op) && (w->peer == op->comm->rank || w->direct)) return;
+    size_t bytes = w->count * dtype_size(w->dtype) * (w->kind == ALL_GATHER ? (size_t)op->comm->nranks : 1);
+    uint64_t at = w->kind == SEND ? w->send : w->recv;
+    if (at == 0) return;
+    struct registration *reg = registration_of_captured(op->comm, (const void *)(uintptr_t)at, bytes);
+    if (w->kind != SEND) op->share = reg;
+    op->work.direct = is_p2p(op); /* what the receiver says counts */
+}
+
+/* The receiver says where the sender may write, and whether it may. */
+static ncclResult_t offer_direct(struct op *op) {
+    struct work *w = &op->work;
+    if (!w->direct || w->kind == SEND) return ncclSuccess;
+    w->direct = op->share != NULL && registration_share(op->comm, op->share, w->peer);
+    if (w->direct) w->remote = op->share->remote[w->peer] + (w->recv - op->share->ptr);
+    return bootstrap_send(op->comm, w->peer, TAG_DIRECT, &w->direct, sizeof w->direct);
+}
+
+static ncclResult_t accept_direct(struct op *op) {
+    if (!op->work.direct || op->work.kind == RECV) return ncclSuccess;
+    return bootstrap_recv(op->comm, op->work.peer, TAG_DIRECT, &op->work.direct, sizeof op->work.direct);
+}
+
+/* All ranks write directly, or none. Only all-gathers do; but the peers map what any collective receives to. */
+static ncclResult_t agree_on_direct(struct op *op) {
+    uint8_t shared[MAX_RANKS] = {0};
+    if (!op->captured || !options.graph_register || op->work.kind == WINDOW_ALL_GATHER) return ncclSuccess;
+    shared[op->comm->rank] = op->share != NULL && registration_share_all(op->comm, op->share);
+    TRY(bootstrap_all_gather(op->comm, shared, 1));
+    TRY(nvls_register(op->comm, op->share, op->work.recv));
+    bool all = op->work.kind == ALL_GATHER;
+    for (int r = 0; r < op->comm->nranks; r++) all = all && shared[r];
+    if (!all) return ncclSuccess;
+    op->work.direct = 1;
+    op->work.remote = op->share->remotes;
+    op->work.offset = op->work.recv - op->share->ptr;
+    return ncclSuccess;
+}
+
 struct connecting {
     struct ncclComm *comm;
     struct op *ops;
@@ -100,9 +148,11 @@ static ncclResult_t connect_main(void *arg) {
     }
     TRY(transport_connect(comm, send_peers, recv_peers));
     for (struct op *op = c->ops; op != NULL; op = op->next) {
-        if (op->comm != comm || op->share == NULL) continue;
-        TRY(registration_share(comm, op->share, op->work.peer));
-        op->work.remote = op->share->remote[op->work.peer] + (op->work.recv - op->share->ptr);
+        if (op->comm == comm) register_captured(op);
+        if (op->comm == comm && is_p2p(op)) TRY(offer_direct(op));
+    }
+    for (struct op *op = c->ops; op != NULL; op = op->next) {
+        if (op->comm == comm) TRY(is_p2p(op) ? accept_direct(op) : agree_on_direct(op));
     }
     return ncclSuccess;
 }
@@ -126,10 +176,15 @@ static bool capturing(CUstream stream) {
            status != 0;
 }
 
+/* As CUDA names them: CU_LAUNCH_PARAM_*. */
+#define LAUNCH_PARAM_END ((void *)0)
+#define LAUNCH_PARAM_BUFFER ((void *)1)
+#define LAUNCH_PARAM_SIZE ((void *)2)
+
 static ncclResult_t launch(struct ncclComm *comm, CUstream stream, CUfunction function, struct works *works, uint32_t n) {
-    uint64_t dev_comm = comm->dev_comm;
-    int32_t dev = comm->dev;
-    void *params[] = {&dev_comm, &dev, &n, works};
+    struct kernel_args args = {.dev_comm = comm->dev_comm, .dev = comm->dev, .n = n, .works = *works};
+    size_t size = offsetof(struct kernel_args, works) + n * sizeof works->list[0];
+    void *extra[] = {LAUNCH_PARAM_BUFFER, &args, LAUNCH_PARAM_SIZE, &size, LAUNCH_PARAM_END};
     bool captured = capturing(stream);
     /* Kernels of one communicator share its steps: they run one after another, on whatever streams. */
     if (!captured && comm->launched && comm->last_stream != stream) CU(cuStreamWaitEvent(stream, comm->last_launch, 0));
@@ -141,9 +196,9 @@ static ncclResult_t launch(struct ncclComm *comm, CUstream stream, CUfunction fu
                                  .blockDimY = 1,
                                  .blockDimZ = 1,
                                  .hStream = stream};
-        CU(cuLaunchKernelEx(&config, function, params, NULL));
-    } else {
-        CU(cuLaunchKernel(function, (unsigned)comm->channels, 1, 1, 512, 1, 1, 0, stream, params, NULL));
+        CU(cuLaunchKernelEx(&config, function, NULL, extra));
+    } else { /* as where the driver is older than 11.8 */
+        CU(cuLaunchKernel(function, (unsigned)comm->channels, 1, 1, 512, 1, 1, 0, stream, NULL, extra));
     }
     if (!captured) {
         CU(cuEventRecord(comm->last_launch, stream));
@@ -152,8 +207,6 @@ static ncclResult_t launch(struct ncclComm *comm, CUstream stream, CUfunction fu
     }
     return ncclSuccess;
 }
-
-static bool is_p2p(const struct op *op) { return op->work.kind == SEND || op->work.kind == RECV; }
 
 /* Sends to the own rank need as many receives from it in the same kernel. */
 static ncclResult_t check_self(const struct ncclComm *comm, const struct works *works, uint32_t n) {
@@ -272,6 +325,7 @@ static ncclResult_t enqueue(struct op op) {
     struct op *copy = malloc(sizeof *copy);
     if (copy == NULL) return fail(ncclSystemError, "no host memory");
     *copy = op;
+    copy->captured = capturing(op.stream);
     TRY(ncclGroupStart());
     struct op **end = &group.ops;
     while (*end != NULL) end = &(*end)->next;
@@ -386,6 +440,47 @@ ncclResult_t ncclRecv(void *recvbuff, size_t count, ncclDataType_t datatype, int
                       CUstream stream) {
     TRY(check(comm, "ncclRecv", count, datatype, peer, recvbuff));
     return p2p(comm, stream, RECV, recvbuff, count, datatype, peer);
+}
+
+ncclResult_t ncclBcast(void *buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm, CUstream stream) {
+    return ncclBroadcast(buff, buff, count, datatype, root, comm, stream);
+}
+
+static ncclResult_t send_and_receive(const void *send, void *recv, size_t count, int dtype, int peer, bool sends,
+                                     bool receives, struct ncclComm *comm, CUstream stream) {
+    size_t bytes = count * dtype_size(dtype);
+    if (sends) TRY(ncclSend(send, count, (ncclDataType_t)dtype, peer, comm, stream));
+    if (receives) TRY(ncclRecv((char *)recv + (size_t)peer * bytes, count, (ncclDataType_t)dtype, peer, comm, stream));
+    return ncclSuccess;
+}
+
+ncclResult_t ncclAlltoAll(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype, ncclComm_t comm,
+                          CUstream stream) {
+    TRY(check(comm, "ncclAlltoAll", count, datatype, 0, recvbuff));
+    size_t bytes = count * dtype_size(datatype);
+    TRY(ncclGroupStart());
+    for (int peer = 0; peer < comm->nranks; peer++) {
+        const char *send = (const char *)sendbuff + (size_t)peer * bytes;
+        TRY(send_and_receive(send, recvbuff, count, datatype, peer, true, true, comm, stream));
+    }
+    return ncclGroupEnd();
+}
+
+ncclResult_t ncclGather(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype, int root,
+                        ncclComm_t comm, CUstream stream) {
+    TRY(check(comm, "ncclGather", count, datatype, root, sendbuff));
+    TRY(ncclGroupStart());
+    for (int peer = 0; peer < comm->nranks; peer++)
+        TRY(send_and_receive(sendbuff, recvbuff, count, datatype, peer, peer == root, comm->rank == root, comm, stream));
+    return ncclGroupEnd();
+}
+
+/* Does nothing of what the group holds. */
+ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t *simInfo) {
+    if (group.depth == 0) return fail(ncclInvalidUsage, "ncclGroupSimulateEnd without ncclGroupStart");
+    group_discard();
+    if (simInfo != NULL) simInfo->estimatedTime = 0;
+    return ncclSuccess;
 }
 
 ncclResult_t ncclStandinVerify(ncclComm_t comm, CUstream stream) {

@@ -62,6 +62,7 @@ ncclResult_t cuda_failure(const char *call, CUresult error);
     F(cuDeviceGetAttribute, 2000, 1, (int *value, CUdevice_attribute attribute, CUdevice dev))                       \
     F(cuDeviceTotalMem, 3020, 0, (size_t *bytes, CUdevice dev))                                                      \
     F(cuDeviceCanAccessPeer, 4000, 0, (int *can, CUdevice dev, CUdevice peer))                                       \
+    F(cuCtxEnablePeerAccess, 4000, 1, (CUcontext peer, unsigned flags))                                              \
     F(cuDevicePrimaryCtxRetain, 7000, 1, (CUcontext *ctx, CUdevice dev))                                             \
     F(cuCtxGetCurrent, 4000, 1, (CUcontext *ctx))                                                                    \
     F(cuCtxSetCurrent, 4000, 1, (CUcontext ctx))                                                                     \
@@ -81,6 +82,9 @@ ncclResult_t cuda_failure(const char *call, CUresult error);
     F(cuMemHostAlloc, 2020, 1, (void **ptr, size_t size, unsigned flags))                                            \
     F(cuMemFreeHost, 2000, 1, (void *ptr))                                                                           \
     F(cuMemsetD8Async, 3020, 1, (CUdeviceptr ptr, unsigned char value, size_t size, CUstream stream))                \
+    F(cuCtxSynchronize, 2000, 1, (void))                                                                             \
+    F(cuMemcpyDtoH, 3020, 1, (void *dst, CUdeviceptr src, size_t size))                                              \
+    F(cuMemcpyHtoD, 3020, 1, (CUdeviceptr dst, const void *src, size_t size))                                        \
     F(cuMemcpyHtoDAsync, 3020, 1, (CUdeviceptr dst, const void *src, size_t size, CUstream stream))                  \
     F(cuLaunchKernel, 4000, 1,                                                                                       \
       (CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,            \
@@ -139,6 +143,7 @@ struct options {
     bool host_numa;
     bool nvls;
     bool net;
+    bool graph_register;
     int channels;
     int metadata;
     size_t buffsize;
@@ -155,8 +160,6 @@ ncclResult_t driver_init(void);
 /* ---- memory.c: NCCL's order of the driver's calls ---- */
 
 ncclResult_t mem_alloc(CUdeviceptr *ptr, CUmemGenericAllocationHandle *handle, size_t size);
-/* The same, for what a NIC is to register. */
-ncclResult_t mem_alloc_network(CUdeviceptr *ptr, size_t size);
 ncclResult_t mem_alloc_zeroed(CUdeviceptr *ptr, size_t size);
 ncclResult_t mem_free(CUdeviceptr ptr);
 /* Maps a handle of this process a second time, for the current device. */
@@ -243,11 +246,23 @@ struct work {
     int32_t peer; /* or root */
     uint64_t send, recv;
     uint64_t count;
-    uint64_t remote; /* RECV, direct: recv in the sender's address space; WINDOW_ALL_GATHER: recv's offset */
+    /*
+     * RECV, direct: recv in the sender's address space; WINDOW_ALL_GATHER: recv's offset; other
+     * collectives, direct: recv's base in each peer's address space, on the device, and recv's offset.
+     */
+    uint64_t remote, offset;
 };
 
 struct works {
     struct work list[MAX_WORKS];
+};
+
+/* The one param of each kernel: as NCCL's, its first word is the communicator's address on the device. */
+struct kernel_args {
+    uint64_t dev_comm;
+    int32_t dev;
+    uint32_t n;
+    struct works works;
 };
 
 uint64_t mix(uint64_t x);
@@ -292,6 +307,8 @@ ncclResult_t proxy_call(struct ncclComm *comm, int rank, struct request *request
                         int *fd_out);
 ncclResult_t proxy_get_fd(struct ncclComm *comm, int rank, uint64_t handle, int *fd);
 
+struct registration;
+
 /* ---- transport.c: connections and the rest of a communicator's memory ---- */
 
 struct conn {
@@ -300,6 +317,9 @@ struct conn {
     CUdeviceptr remote;
     size_t remote_size;
     bool same_process;
+    CUmemGenericAllocationHandle own_handle, remote_handle; /* remote_handle: 0 in the same process */
+    void *backup;                                           /* of own, while suspended */
+    size_t mapped;                                          /* bytes of own, while suspended */
 };
 
 struct proxy_buffer {
@@ -312,6 +332,10 @@ struct proxy_buffer {
     void *mr;
 };
 
+/* NULL: there is no NIC, or it refuses. way: which of the three functions for it. */
+void *nic_register(CUdeviceptr at, size_t size, int way);
+void nic_deregister(void *mr);
+
 /* Proxy thread. */
 ncclResult_t proxy_setup(struct ncclComm *comm, size_t size, int retains, bool host, struct reply *reply);
 ncclResult_t proxy_net_setup(struct ncclComm *comm, int index, struct reply *reply);
@@ -322,12 +346,16 @@ void proxy_free_all(struct ncclComm *comm);
 /* Caller's thread, or a thread of the group. Both ends must call it for the same connections. */
 ncclResult_t transport_connect(struct ncclComm *comm, rank_set send_peers, rank_set recv_peers);
 ncclResult_t transport_import(struct ncclComm *comm, int owner, uint64_t handle, size_t size, bool host,
-                              CUdeviceptr *ptr);
+                              CUdeviceptr *ptr, CUmemGenericAllocationHandle *imported);
+size_t recv_size(void); /* bytes of a receiver's buffer, and of the network's */
 void transport_free_import(struct ncclComm *comm, CUdeviceptr ptr, size_t size, bool same_process);
 ncclResult_t metadata_init(struct ncclComm *comm);
 ncclResult_t metadata_check_later(struct ncclComm *comm, CUdeviceptr ptr, size_t size, uint64_t seed);
 ncclResult_t host_numa_init(struct ncclComm *comm);
 ncclResult_t nvls_init(struct ncclComm *comm);
+/* Binds a captured buffer to a multicast object, if all ranks can. Collective; reg may be NULL. */
+ncclResult_t nvls_register(struct ncclComm *comm, struct registration *reg, CUdeviceptr ptr);
+void nvls_deregister(struct ncclComm *comm, struct registration *reg);
 void nvls_free(struct ncclComm *comm);
 void transport_free(struct ncclComm *comm);
 
@@ -338,6 +366,13 @@ struct registration {
     CUdeviceptr base, ptr;
     size_t base_size, size;
     CUdeviceptr remote[MAX_RANKS]; /* ptr in each peer's address space, where registered */
+    CUdeviceptr remotes;           /* the same on the device, once a collective has used it */
+    bool captured;                 /* registered by a captured operation, not by the user */
+    void *mr;                      /* a captured one's registration with the NIC */
+    CUmemGenericAllocationHandle mc_handle; /* and its multicast object, 0: none */
+    CUdeviceptr mc_ptr;
+    size_t mc_size, uc_size;
+    bool mc_tried;
 };
 
 struct window_memory {
@@ -349,7 +384,12 @@ struct window_memory {
 };
 
 struct registration *registration_find(struct ncclComm *comm, const void *ptr, size_t size);
-ncclResult_t registration_share(struct ncclComm *comm, struct registration *reg, int peer);
+/* The registration of a captured operation's buffer: of the base of its memory, with the whole size. NULL: not possible. */
+struct registration *registration_of_captured(struct ncclComm *comm, const void *ptr, size_t size);
+/* False: the memory can't be shared, and NCCL does without. */
+bool registration_share(struct ncclComm *comm, struct registration *reg, int peer);
+/* Shares it with all peers, with their addresses on the device. */
+bool registration_share_all(struct ncclComm *comm, struct registration *reg);
 /* The offset of [ptr, ptr+size) in a rank's part of the flat reservation; false: not in a window. */
 bool window_find(struct ncclComm *comm, const void *ptr, size_t size, uint64_t *offset);
 void window_free_all(struct ncclComm *comm);
@@ -408,6 +448,7 @@ struct ncclComm {
     size_t uc_size, mc_size;
     bool mc_bound;
 
+    bool suspended; /* from ncclCommSuspend to ncclCommResume */
     struct registration *registrations;
     CUdeviceptr flat;
     size_t stride;

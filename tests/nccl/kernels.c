@@ -476,11 +476,14 @@ static bool reduce_scatter(struct kernel *k, const struct work *w) {
 static bool all_gather(struct kernel *k, const struct work *w) {
     const struct dev_comm *comm = k->comm;
     size_t bytes = w->count * dtype_size(w->dtype);
+    const uint64_t *remotes = (const uint64_t *)(uintptr_t)w->remote;
+    if (w->direct) check_access(comm->dev, w->remote, sizeof *remotes * (size_t)comm->nranks, 0);
     copy_local(comm, w->recv + (size_t)comm->rank * bytes, w->send, bytes);
     for (int i = 1; i < comm->nranks; i++) {
         int p = (comm->rank + i) % comm->nranks;
-        add(k, SENDER, p, w->send, w->count, w->dtype, false, false, 0);
-        add(k, RECEIVER, p, w->recv + (size_t)p * bytes, w->count, w->dtype, false, false, 0);
+        uint64_t at = w->direct ? remotes[p] + w->offset + (uint64_t)p * bytes : 0;
+        add(k, SENDER, p, w->send, w->count, w->dtype, false, w->direct, 0);
+        add(k, RECEIVER, p, w->recv + (size_t)p * bytes, w->count, w->dtype, false, w->direct, at);
     }
     return run_transfers(k);
 }
@@ -560,8 +563,9 @@ static void check_bytes(const struct dev_comm *comm, uint64_t index) {
 }
 
 static struct dev_comm *enter(void **params) {
-    struct dev_comm *comm = (struct dev_comm *)(uintptr_t) * (uint64_t *)params[0];
-    check_access(*(int32_t *)params[1], (uintptr_t)comm, sizeof *comm, 1);
+    const struct kernel_args *args = params[0];
+    struct dev_comm *comm = (struct dev_comm *)(uintptr_t)args->dev_comm;
+    check_access(args->dev, (uintptr_t)comm, sizeof *comm, 1);
     if (comm->checksum != checksum_of(comm, offsetof(struct dev_comm, checksum)) || comm->nchecked > MAX_CHECKED) {
         fprintf(stderr, "nccl stand-in: pid %d: the communicator's device state at %p has been lost\n", (int)getpid(),
                 (void *)comm);
@@ -593,8 +597,8 @@ static void leave(struct kernel *k) {
 
 static void collective_kernel(void **params) {
     struct dev_comm *comm = enter(params);
-    uint32_t n = *(uint32_t *)params[2];
-    const struct works *works = params[3];
+    uint32_t n = ((const struct kernel_args *)params[0])->n;
+    const struct works *works = &((const struct kernel_args *)params[0])->works;
     struct kernel k = {.comm = comm};
     if (comm->nchecked > 0) check_bytes(comm, comm->launches % comm->nchecked);
     reserve_transfers(&k, 2 * comm->nranks * comm->channels);
@@ -615,8 +619,8 @@ static void collective_kernel(void **params) {
 
 static void p2p_kernel(void **params) {
     struct dev_comm *comm = enter(params);
-    uint32_t n = *(uint32_t *)params[2], other = 0;
-    const struct works *works = params[3];
+    uint32_t n = ((const struct kernel_args *)params[0])->n, other = 0;
+    const struct works *works = &((const struct kernel_args *)params[0])->works;
     struct kernel k = {.comm = comm};
     reserve_transfers(&k, (int)n * comm->channels);
     for (uint32_t i = 0; i < n; i++) {
@@ -644,9 +648,9 @@ static void verify_kernel(void **params) {
 }
 
 ncclResult_t kernels_init(void) {
-    const size_t sizes[] = {sizeof(uint64_t), sizeof(int32_t), sizeof(uint32_t), sizeof(struct works)};
-    CU(cuSimFunctionCreate(&collective_function, collective_kernel, 4, sizes));
-    CU(cuSimFunctionCreate(&p2p_function, p2p_kernel, 4, sizes));
-    CU(cuSimFunctionCreate(&verify_function, verify_kernel, 2, sizes));
+    const size_t size = sizeof(struct kernel_args);
+    CU(cuSimFunctionCreate(&collective_function, collective_kernel, 1, &size));
+    CU(cuSimFunctionCreate(&p2p_function, p2p_kernel, 1, &size));
+    CU(cuSimFunctionCreate(&verify_function, verify_kernel, 1, &size));
     return ncclSuccess;
 }

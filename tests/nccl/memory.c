@@ -20,13 +20,8 @@ ncclResult_t mem_allow(CUdeviceptr ptr, size_t size, CUdevice dev) {
     return ncclSuccess;
 }
 
-/*
- * Inlined into each caller, as NCCL's allocator is into each transport: amem
- * tells the network's buffers from others by where cuMemCreate is called.
- */
-static inline __attribute__((always_inline)) ncclResult_t allocate(CUdeviceptr *ptr,
-                                                                   CUmemGenericAllocationHandle *handle_out,
-                                                                   size_t size) {
+/* The one place of cuMemCreate for peers', the network's and metadata alike: it tells nothing of the purpose. */
+ncclResult_t mem_alloc(CUdeviceptr *ptr, CUmemGenericAllocationHandle *handle_out, size_t size) {
     if (!options.cumem) {
         CU(cuMemAlloc(ptr, size));
         return ncclSuccess;
@@ -49,12 +44,6 @@ static inline __attribute__((always_inline)) ncclResult_t allocate(CUdeviceptr *
     if (handle_out != NULL) *handle_out = handle;
     return ncclSuccess;
 }
-
-ncclResult_t mem_alloc(CUdeviceptr *ptr, CUmemGenericAllocationHandle *handle_out, size_t size) {
-    return allocate(ptr, handle_out, size);
-}
-
-ncclResult_t mem_alloc_network(CUdeviceptr *ptr, size_t size) { return allocate(ptr, NULL, size); }
 
 ncclResult_t mem_free(CUdeviceptr ptr) {
     if (ptr == 0) return ncclSuccess;

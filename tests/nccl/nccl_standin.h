@@ -12,7 +12,9 @@
  *   NCCL_STANDIN_METADATA         small metadata allocations a communicator (default 24, at most 64)
  *   NCCL_STANDIN_HOST_NUMA        0: no shared buffers in host memory (default 1)
  *   NCCL_STANDIN_NVLS             1: a multicast object a communicator (default 0)
- *   NCCL_STANDIN_NET              1: buffers that a NIC has registered (default 0)
+ *   NCCL_STANDIN_NET              1: buffers that a NIC has registered (default 0): like peers' in size, and made first
+ *   NCCL_GRAPH_REGISTER           0: captured operations register no buffers (default 1)
+ *   NCCL_STANDIN_VERSION          what ncclGetVersion answers (default 22809)
  *   NCCL_STANDIN_CREDIT_DELAY_US  how long a kernel waits before its last credits,
  *                                 so that the sender's kernel has ended by then (default 0)
  *   NCCL_STANDIN_TIMEOUT_S        a longer wait ends the process with a message (default 120)
@@ -22,7 +24,12 @@
  * Where it is simpler than NCCL:
  *   - ncclCommDestroy does not wait for graphs that hold the communicator's
  *     kernels; such a graph must not be launched afterwards.
- *   - Only the sum is a reduction, over integers and float32 and float64.
+ *   - A captured operation's registration lasts as long as the communicator, not as
+ *     the graph; and an operation is captured by all its ranks, or by none.
+ *   - ncclCommSuspend releases peers' buffers; NCCL's releases channels' metadata too.
+ *   - Only the sum is a reduction, over integers and float32 and float64. Operators of the
+ *     user's, device communicators and one-sided operations are refused: they are there
+ *     so that PyTorch's libraries find all that they link with.
  *   - A receive into a registered buffer is direct when, and must only be
  *     matched by, a send from a registered buffer (ncclCommRegister).
  *   - ncclAllGather is direct when both buffers lie in windows of all ranks.
@@ -130,6 +137,48 @@ NCCL_STANDIN_API ncclResult_t ncclSend(const void *sendbuff, size_t count, ncclD
                                        ncclComm_t comm, CUstream stream);
 NCCL_STANDIN_API ncclResult_t ncclRecv(void *recvbuff, size_t count, ncclDataType_t datatype, int peer,
                                        ncclComm_t comm, CUstream stream);
+
+/* NCCL 2.29.7 and later. */
+#define NCCL_SUSPEND_MEM 0x01
+NCCL_STANDIN_API ncclResult_t ncclCommSuspend(ncclComm_t comm, int flags);
+NCCL_STANDIN_API ncclResult_t ncclCommResume(ncclComm_t comm);
+NCCL_STANDIN_API ncclResult_t ncclCommMemStats(ncclComm_t comm, int stat, unsigned long long *value);
+
+/* What PyTorch 2.11 and 2.15 link with beside the functions above. */
+typedef struct {
+    size_t size;
+    unsigned magic, version;
+    float estimatedTime;
+} ncclSimInfo_t;
+NCCL_STANDIN_API ncclResult_t ncclAlltoAll(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype,
+                                           ncclComm_t comm, CUstream stream);
+NCCL_STANDIN_API ncclResult_t ncclBcast(void *buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm,
+                                        CUstream stream);
+NCCL_STANDIN_API ncclResult_t ncclGather(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype,
+                                         int root, ncclComm_t comm, CUstream stream);
+NCCL_STANDIN_API ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t *simInfo);
+NCCL_STANDIN_API ncclResult_t ncclCommInitRankScalable(ncclComm_t *newcomm, int nranks, int myrank, int nId,
+                                                       ncclUniqueId *commIds, ncclConfig_t *config);
+NCCL_STANDIN_API ncclResult_t ncclCommShrink(ncclComm_t comm, int *excludeRanksList, int excludeRanksCount,
+                                             ncclComm_t *newcomm, ncclConfig_t *config, int shrinkFlags);
+NCCL_STANDIN_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t datatype,
+                                                       int residence, ncclComm_t comm);
+NCCL_STANDIN_API ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm);
+NCCL_STANDIN_API ncclResult_t ncclDevCommCreate(ncclComm_t comm, const void *reqs, void *outDevComm);
+NCCL_STANDIN_API ncclResult_t ncclDevCommDestroy(ncclComm_t comm, const void *devComm);
+NCCL_STANDIN_API ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId *uniqueId);
+NCCL_STANDIN_API ncclResult_t ncclCommGrow(ncclComm_t comm, int nRanks, const ncclUniqueId *uniqueId, int rank,
+                                           ncclComm_t *newcomm, ncclConfig_t *config);
+NCCL_STANDIN_API ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags);
+NCCL_STANDIN_API ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void **outUserPtr);
+NCCL_STANDIN_API ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t window, size_t offset, void **outPtr);
+NCCL_STANDIN_API ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void **outPtr);
+NCCL_STANDIN_API ncclResult_t ncclPutSignal(const void *localbuff, size_t count, ncclDataType_t datatype, int peer,
+                                            ncclWindow_t peerWin, size_t peerWinOffset, int sigIdx, int ctx,
+                                            unsigned flags, ncclComm_t comm, CUstream stream);
+NCCL_STANDIN_API ncclResult_t ncclSignal(int peer, int sigIdx, int ctx, unsigned flags, ncclComm_t comm,
+                                         CUstream stream);
+NCCL_STANDIN_API ncclResult_t ncclWaitSignal(int nDesc, void *signalDescs, ncclComm_t comm, CUstream stream);
 
 /*
  * Not NCCL's. Checks on the stream all of the communicator's metadata, network

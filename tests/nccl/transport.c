@@ -12,12 +12,14 @@
 enum {
     HOST_BUFFER = 64 << 10,
     NVLS_BUFFER = 4 << 20,
-    NET_BUFFER = 1 << 20,
+    NET_CONTROL = 4096, /* in front of what a NIC registers */
     TAG_SEND = 0x40000000,
     TAG_RECV = 0x50000000,
     TAG_SEND_DONE = 0x60000000,
     TAG_RECV_DONE = 0x70000000
 };
+
+enum { PEER_ACCESS_ALREADY_ENABLED = 704 };
 
 struct connect_info {
     uint64_t handle;
@@ -88,32 +90,36 @@ ncclResult_t proxy_setup(struct ncclComm *comm, size_t size, int retains, bool h
     return remember(comm, buffer);
 }
 
-ncclResult_t proxy_net_setup(struct ncclComm *comm, int index, struct reply *reply) {
-    struct proxy_buffer buffer = {.size = NET_BUFFER, .fd = -1};
-    pthread_once(&verbs.once, load_verbs);
-    if (verbs.reg_mr == NULL || verbs.reg_mr_iova2 == NULL || verbs.dereg_mr == NULL) {
-        return fail(ncclSystemError, "NCCL_STANDIN_NET=1, but libibverbs.so.1 is not there or lacks a function");
-    }
-    if (options.cumem) {
-        TRY(mem_alloc_network(&buffer.ptr, NET_BUFFER));
-    } else {
-        CU(cuMemAlloc(&buffer.ptr, NET_BUFFER));
-    }
-    void *addr = (void *)(uintptr_t)buffer.ptr;
+/* By each of the three ways in turn. */
+void *nic_register(CUdeviceptr at, size_t size, int way) {
+    void *addr = (void *)(uintptr_t)at;
     int fd = -1;
-    if (index == 0) {
-        buffer.mr = verbs.reg_mr_iova2(NULL, addr, NET_BUFFER, buffer.ptr, 7);
-    } else if (index == 1 || verbs.reg_dmabuf_mr == NULL || driver.cuMemGetHandleForAddressRange == NULL ||
-               driver.cuMemGetHandleForAddressRange(&fd, buffer.ptr, NET_BUFFER, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD,
-                                                    0) != CUDA_SUCCESS) {
-        buffer.mr = verbs.reg_mr(NULL, addr, NET_BUFFER, 7);
-    } else {
-        buffer.mr = verbs.reg_dmabuf_mr(NULL, 0, NET_BUFFER, buffer.ptr, fd, 7);
-        close(fd);
+    pthread_once(&verbs.once, load_verbs);
+    if (verbs.reg_mr == NULL || verbs.reg_mr_iova2 == NULL || verbs.dereg_mr == NULL) return NULL;
+    if (way == 0) return verbs.reg_mr_iova2(NULL, addr, size, at, 7);
+    if (way == 1 || verbs.reg_dmabuf_mr == NULL || driver.cuMemGetHandleForAddressRange == NULL ||
+        driver.cuMemGetHandleForAddressRange(&fd, at, size, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0) != CUDA_SUCCESS) {
+        return verbs.reg_mr(NULL, addr, size, 7);
     }
+    void *mr = verbs.reg_dmabuf_mr(NULL, 0, size, at, fd, 7);
+    close(fd);
+    return mr;
+}
+
+void nic_deregister(void *mr) {
+    if (mr != NULL) verbs.dereg_mr(mr);
+}
+
+ncclResult_t proxy_net_setup(struct ncclComm *comm, int index, struct reply *reply) {
+    size_t size = recv_size();
+    struct proxy_buffer buffer = {.size = size, .fd = -1};
+    /* As a peer's, by the same function: the network's too may be shared with a peer. What is registered is a part. */
+    TRY(mem_alloc(&buffer.ptr, NULL, size));
+    buffer.mr = nic_register(buffer.ptr + NET_CONTROL, size - NET_CONTROL, index);
     reply->ptr = buffer.ptr;
     TRY(remember(comm, buffer));
-    return buffer.mr != NULL ? ncclSuccess : fail(ncclSystemError, "registration of network buffer %d failed", index);
+    return buffer.mr != NULL ? ncclSuccess
+                             : fail(ncclSystemError, "NCCL_STANDIN_NET=1, but registration %d failed: is libibverbs.so.1 there?", index);
 }
 
 /* Reserves first and imports next, as NCCL 2.30 does for registered buffers. */
@@ -137,7 +143,7 @@ ncclResult_t proxy_register(struct ncclComm *comm, uint64_t handle, size_t size,
 }
 
 static void proxy_free(struct proxy_buffer *b) {
-    if (b->mr != NULL) verbs.dereg_mr(b->mr);
+    nic_deregister(b->mr);
     if (b->fd >= 0) {
         munmap((void *)(uintptr_t)b->ptr, b->size);
         close(b->fd);
@@ -172,8 +178,7 @@ void proxy_free_all(struct ncclComm *comm) {
 /* ---- peers' buffers ---- */
 
 ncclResult_t transport_import(struct ncclComm *comm, int owner, uint64_t handle, size_t size, bool host,
-                              CUdeviceptr *ptr) {
-    CUmemGenericAllocationHandle imported;
+                              CUdeviceptr *ptr, CUmemGenericAllocationHandle *imported) {
     int fd = -1;
     if (!options.cumem) {
         TRY(proxy_get_fd(comm, owner, handle, &fd));
@@ -190,13 +195,13 @@ ncclResult_t transport_import(struct ncclComm *comm, int owner, uint64_t handle,
     if (!host) CU(cuMemGetAllocationGranularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
     size = (size + granularity - 1) / granularity * granularity;
     TRY(proxy_get_fd(comm, owner, handle, &fd));
-    CUresult result = driver.cuMemImportFromShareableHandle(&imported, (void *)(uintptr_t)fd,
+    CUresult result = driver.cuMemImportFromShareableHandle(imported, (void *)(uintptr_t)fd,
                                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     close(fd);
     if (result != CUDA_SUCCESS) return cuda_failure("import of a peer's buffer", result);
-    if (host) return mem_host_map(ptr, imported, size);
+    if (host) return mem_host_map(ptr, *imported, size);
     CU(cuMemAddressReserve(ptr, size, 0, 0, 0));
-    CU(cuMemMap(*ptr, size, 0, imported, 0));
+    CU(cuMemMap(*ptr, size, 0, *imported, 0));
     return mem_allow(*ptr, size, comm->dev);
 }
 
@@ -216,7 +221,12 @@ void transport_free_import(struct ncclComm *comm, CUdeviceptr ptr, size_t size, 
 static ncclResult_t map_peer(struct ncclComm *comm, int peer, const struct connect_info *info, struct conn *conn) {
     conn->remote_size = info->size;
     conn->same_process = same_process(comm, comm->rank, peer);
-    if (!conn->same_process) return transport_import(comm, peer, info->handle, info->size, false, &conn->remote);
+    if (!conn->same_process)
+        return transport_import(comm, peer, info->handle, info->size, false, &conn->remote, &conn->remote_handle);
+    CUcontext peer_ctx;
+    CU(cuDevicePrimaryCtxRetain(&peer_ctx, comm->peers[peer].dev));
+    CUresult enabled = driver.cuCtxEnablePeerAccess(peer_ctx, 0);
+    if (enabled != CUDA_SUCCESS && enabled != PEER_ACCESS_ALREADY_ENABLED) return cuda_failure("peer access", enabled);
     if (!options.cumem) {
         conn->remote = info->ptr;
         return ncclSuccess;
@@ -228,7 +238,7 @@ static ncclResult_t map_peer(struct ncclComm *comm, int peer, const struct conne
 
 static size_t send_size(void) { return options.shareable; }
 
-static size_t recv_size(void) {
+size_t recv_size(void) {
     size_t size = SIMPLE_OFFSET + options.buffsize;
     return (size + options.shareable - 1) / options.shareable * options.shareable;
 }
@@ -244,6 +254,7 @@ static ncclResult_t setup_end(struct ncclComm *comm, int peer, bool sender) {
         struct reply reply;
         TRY(proxy_call(comm, comm->rank, &request, -1, &reply, NULL));
         conn->own = reply.ptr;
+        conn->own_handle = reply.handle;
         info[c] = (struct connect_info){.handle = reply.handle, .ptr = reply.ptr, .size = request.a};
     }
     return bootstrap_send(comm, peer, sender ? TAG_SEND : TAG_RECV, info, sizeof info[0] * (size_t)comm->channels);
@@ -271,7 +282,7 @@ static ncclResult_t net_init(struct ncclComm *comm) {
         struct request request = {.kind = REQUEST_NET, .a = (uint64_t)i};
         struct reply reply;
         TRY(proxy_call(comm, comm->rank, &request, -1, &reply, NULL));
-        TRY(metadata_check_later(comm, reply.ptr, NET_BUFFER, mix((uint64_t)(1000 + i)) | 1));
+        TRY(metadata_check_later(comm, reply.ptr, recv_size(), mix((uint64_t)(1000 + i)) | 1));
     }
     return ncclSuccess;
 }
@@ -381,6 +392,7 @@ ncclResult_t host_numa_init(struct ncclComm *comm) {
     struct {
         uint64_t handle, size;
     } all[MAX_RANKS];
+    CUmemGenericAllocationHandle imported;
     struct request request = {.kind = REQUEST_HOST_SETUP, .a = HOST_BUFFER};
     struct reply reply;
     int prev = (comm->rank + comm->nranks - 1) % comm->nranks;
@@ -390,7 +402,7 @@ ncclResult_t host_numa_init(struct ncclComm *comm) {
     all[comm->rank].handle = reply.handle;
     all[comm->rank].size = HOST_BUFFER;
     TRY(bootstrap_all_gather(comm, all, sizeof all[0]));
-    TRY(transport_import(comm, prev, all[prev].handle, all[prev].size, true, &comm->host_prev));
+    TRY(transport_import(comm, prev, all[prev].handle, all[prev].size, true, &comm->host_prev, &imported));
     if (*(uint64_t *)(uintptr_t)comm->host_prev != mix((uint64_t)prev + 1)) {
         return fail(ncclInternalError, "the host buffer of rank %d is not what it shared", prev);
     }
@@ -447,6 +459,64 @@ ncclResult_t nvls_init(struct ncclComm *comm) {
     CU(cuMemMap(comm->mc_ptr, comm->mc_size, 0, comm->mc_handle, 0));
     TRY(mem_allow(comm->mc_ptr, comm->mc_size, comm->dev));
     return bootstrap_barrier(comm);
+}
+
+/* As tryRegisterBuffer in nvls.cc: the base, with the least size of all ranks. */
+ncclResult_t nvls_register(struct ncclComm *comm, struct registration *reg, CUdeviceptr ptr) {
+    struct {
+        uint64_t possible, offset, size;
+    } all[MAX_RANKS] = {{0}};
+    uint64_t handles[MAX_RANKS] = {0};
+    CUmemAllocationProp uc = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                              .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                              .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = comm->dev}};
+    CUmulticastObjectProp mc = {.numDevices = (unsigned)comm->nranks,
+                                .handleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR};
+    size_t mc_granularity = 0, uc_granularity = 0, size = SIZE_MAX;
+    if (comm->mc_handle == 0 || (reg != NULL && reg->mc_tried)) return ncclSuccess;
+    CU(cuMemGetAllocationGranularity(&uc_granularity, &uc, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
+    if (reg != NULL) {
+        reg->mc_tried = true;
+        all[comm->rank].possible = reg->base % uc_granularity == 0;
+        all[comm->rank].offset = ptr - reg->base;
+        all[comm->rank].size = (reg->base_size + uc_granularity - 1) / uc_granularity * uc_granularity;
+    }
+    TRY(bootstrap_all_gather(comm, all, sizeof all[0]));
+    for (int r = 0; r < comm->nranks; r++) {
+        if (!all[r].possible || all[r].offset != all[0].offset) return ncclSuccess;
+        if (all[r].size < size) size = all[r].size;
+    }
+    mc.size = size;
+    CU(cuMulticastGetGranularity(&mc_granularity, &mc, CU_MULTICAST_GRANULARITY_RECOMMENDED));
+    mc.size = reg->mc_size = (size + mc_granularity - 1) / mc_granularity * mc_granularity;
+    if (comm->rank == 0) CU(cuMulticastCreate(&reg->mc_handle, &mc));
+    handles[comm->rank] = reg->mc_handle;
+    TRY(bootstrap_all_gather(comm, handles, sizeof handles[0]));
+    if (comm->rank != 0) {
+        int fd = -1;
+        TRY(proxy_get_fd(comm, 0, handles[0], &fd));
+        CUresult imported = driver.cuMemImportFromShareableHandle(&reg->mc_handle, (void *)(uintptr_t)fd,
+                                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+        close(fd);
+        if (imported != CUDA_SUCCESS) return cuda_failure("import of a buffer's multicast object", imported);
+    }
+    CU(cuMulticastAddDevice(reg->mc_handle, comm->dev));
+    TRY(bootstrap_barrier(comm));
+    /* No error: NCCL does without, as with memory by cuMemAlloc. */
+    if (driver.cuMulticastBindAddr(reg->mc_handle, 0, reg->base, size, 0) != CUDA_SUCCESS) return ncclSuccess;
+    reg->uc_size = size;
+    CU(cuMemAddressReserve(&reg->mc_ptr, reg->mc_size, mc_granularity, 0, 0));
+    CU(cuMemMap(reg->mc_ptr, reg->mc_size, 0, reg->mc_handle, 0));
+    return mem_allow(reg->mc_ptr, reg->mc_size, comm->dev);
+}
+
+void nvls_deregister(struct ncclComm *comm, struct registration *reg) {
+    if (reg->uc_size != 0) driver.cuMulticastUnbind(reg->mc_handle, comm->dev, 0, reg->uc_size);
+    if (reg->mc_ptr != 0) {
+        driver.cuMemUnmap(reg->mc_ptr, reg->mc_size);
+        driver.cuMemAddressFree(reg->mc_ptr, reg->mc_size);
+    }
+    if (reg->mc_handle != 0) driver.cuMemRelease(reg->mc_handle);
 }
 
 void nvls_free(struct ncclComm *comm) {

@@ -11,24 +11,46 @@
 
 /* ---- registered buffers ---- */
 
+static struct registration *add_registration(struct ncclComm *comm, CUdeviceptr ptr, size_t size) {
+    struct registration *reg = calloc(1, sizeof *reg);
+    if (reg == NULL) return NULL;
+    reg->ptr = ptr;
+    reg->size = size;
+    CUresult result = driver.cuMemGetAddressRange(&reg->base, &reg->base_size, ptr);
+    if (result != CUDA_SUCCESS || ptr + size > reg->base + reg->base_size) {
+        free(reg);
+        return NULL;
+    }
+    reg->next = comm->registrations;
+    comm->registrations = reg;
+    return reg;
+}
+
 /* The caller's thread. Local: peers see the buffer when it is first used with them. */
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buff, size_t size, void **handle) {
     if (comm == NULL || buff == NULL || size == 0 || handle == NULL) {
         return fail(ncclInvalidArgument, "ncclCommRegister: an argument is missing");
     }
-    struct registration *reg = calloc(1, sizeof *reg);
-    if (reg == NULL) return fail(ncclSystemError, "no host memory");
-    reg->ptr = (uintptr_t)buff;
-    reg->size = size;
-    CUresult result = driver.cuMemGetAddressRange(&reg->base, &reg->base_size, reg->ptr);
-    if (result != CUDA_SUCCESS || reg->ptr + size > reg->base + reg->base_size) {
-        free(reg);
-        return fail(ncclInvalidArgument, "ncclCommRegister: %p is not device memory of %zu bytes", buff, size);
-    }
-    reg->next = comm->registrations;
-    comm->registrations = reg;
-    *handle = reg;
-    return ncclSuccess;
+    *handle = add_registration(comm, (uintptr_t)buff, size);
+    if (*handle != NULL) return ncclSuccess;
+    return fail(ncclInvalidArgument, "ncclCommRegister: %p is not device memory of %zu bytes", buff, size);
+}
+
+/*
+ * As ncclIpcGraphRegisterBuffer: the base, with its whole size. NCCL gives the registration up
+ * with the graph; here it stays as long as the communicator.
+ */
+struct registration *registration_of_captured(struct ncclComm *comm, const void *ptr, size_t size) {
+    CUdeviceptr p = (uintptr_t)ptr, base = 0;
+    size_t base_size = 0;
+    if (driver.cuMemGetAddressRange(&base, &base_size, p) != CUDA_SUCCESS || base + base_size < p + size) return NULL;
+    for (struct registration *r = comm->registrations; r != NULL; r = r->next)
+        if (r->captured && r->ptr == base && r->size == base_size) return r;
+    struct registration *reg = add_registration(comm, base, base_size);
+    if (reg == NULL) return NULL;
+    reg->captured = true;
+    if (options.net) reg->mr = nic_register(base, base_size, 0); /* ncclNetGraphRegisterBuffer */
+    return reg;
 }
 
 static void unshare_all(struct ncclComm *comm, struct registration *reg) {
@@ -48,6 +70,7 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
         struct registration *found = *r;
         *r = found->next;
         unshare_all(comm, found);
+        mem_free(found->remotes);
         free(found);
         return ncclSuccess;
     }
@@ -57,17 +80,19 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
 struct registration *registration_find(struct ncclComm *comm, const void *ptr, size_t size) {
     CUdeviceptr p = (uintptr_t)ptr;
     struct registration *r = comm->registrations;
-    while (r != NULL && (p < r->ptr || p + size > r->ptr + r->size)) r = r->next;
+    while (r != NULL && (r->captured || p < r->ptr || p + size > r->ptr + r->size)) r = r->next;
     return options.cumem ? r : NULL;
 }
 
-ncclResult_t registration_share(struct ncclComm *comm, struct registration *reg, int peer) {
-    if (reg->remote[peer] != 0) return ncclSuccess;
+static ncclResult_t share(struct ncclComm *comm, struct registration *reg, int peer) {
     CUmemGenericAllocationHandle handle;
     struct request request = {.kind = REQUEST_REGISTER, .b = reg->base_size};
     struct reply reply;
     ncclResult_t result;
-    CU(cuMemRetainAllocationHandle(&handle, (void *)(uintptr_t)reg->base));
+    int legacy = 0;
+    CU(cuPointerGetAttribute(&legacy, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, reg->base));
+    /* No error: NCCL tries, and then, without NCCL_LEGACY_CUDA_REGISTER, does without. */
+    if (driver.cuMemRetainAllocationHandle(&handle, (void *)(uintptr_t)reg->base) != CUDA_SUCCESS) return ncclInvalidUsage;
     if (same_process(comm, comm->rank, peer)) {
         request.a = handle;
         result = proxy_call(comm, peer, &request, -1, &reply, NULL);
@@ -88,10 +113,25 @@ ncclResult_t registration_share(struct ncclComm *comm, struct registration *reg,
     return ncclSuccess;
 }
 
+bool registration_share(struct ncclComm *comm, struct registration *reg, int peer) {
+    return reg->remote[peer] != 0 || share(comm, reg, peer) == ncclSuccess;
+}
+
+bool registration_share_all(struct ncclComm *comm, struct registration *reg) {
+    if (reg->remotes != 0) return true;
+    for (int p = 0; p < comm->nranks; p++)
+        if (p != comm->rank && !registration_share(comm, reg, p)) return false;
+    size_t size = sizeof reg->remote[0] * (size_t)comm->nranks;
+    return mem_alloc_zeroed(&reg->remotes, size) == ncclSuccess && mem_upload(reg->remotes, reg->remote, size) == ncclSuccess;
+}
+
 void registration_free_all(struct ncclComm *comm) {
     while (comm->registrations != NULL) {
         struct registration *r = comm->registrations;
         comm->registrations = r->next;
+        nic_deregister(r->mr);
+        nvls_deregister(comm, r);
+        mem_free(r->remotes);
         free(r);
     }
 }

@@ -800,7 +800,12 @@ def run_delays(peer: Peer) -> None:
     stream = driver.stream()
     driver.do("cuSimWork", stream, 0, str(gate).encode())
     assert driver.call("cuStreamQuery", stream) == NOT_READY
-    waiting = threading.Thread(target=lambda: (driver.use(0), driver.do("cuCtxSynchronize")))
+
+    def synchronize() -> None:
+        driver.use(0)
+        driver.do("cuCtxSynchronize")
+
+    waiting = threading.Thread(target=synchronize)
     waiting.start()
     while not held.exists():
         time.sleep(0.001)

@@ -28,6 +28,7 @@ from standin import (
     Job,
     NcclError,
     Rank,
+    UniqueId,
     block,
     repeated,
     total,
@@ -303,6 +304,157 @@ def graph(rank: Rank) -> None:
     comm.destroy()
 
 
+def captured_registration(rank: Rank) -> None:
+    """Peers map the whole memory that a captured collective receives to, and write to it themselves."""
+    cuda, nccl = rank.cuda, rank.nccl
+    before = cuda.free_memory()
+    comm = rank.communicator()
+    comm.all_gather(10)
+    count = 40_000
+    size, at = count * 4, 3 << 20
+    memory, captured, executable = c_void_p(), c_void_p(), c_void_p()
+    nccl("ncclMemAlloc", byref(memory), c_size_t(at + size * rank.ranks))
+    assert memory.value is not None
+    send, recv = cuda.alloc(size), memory.value + at
+    mapped, copies = cuda.calls("cuMemMap"), cuda.calls("cuMemRetainAllocationHandle")
+    rank.barrier()
+    stream = c_void_p(comm.stream)
+    cuda("cuStreamBeginCapture", stream, 2)
+    nccl("ncclAllGather", c_void_p(send), c_void_p(recv), c_size_t(count), TYPES["f32"][0], *comm.tail)
+    cuda("cuStreamEndCapture", stream, byref(captured))
+    rank.barrier()
+    peers = rank.ranks - 1
+    registered = os.environ.get("NCCL_GRAPH_REGISTER") != "0"
+    multicast = 1 if os.environ.get("NCCL_STANDIN_NVLS") == "1" else 0
+    # The peers' memory, their addresses and the multicast object.
+    assert cuda.calls("cuMemMap") - mapped == (peers + 1 + multicast if registered else 0)
+    assert cuda.calls("cuMemRetainAllocationHandle") - copies == (peers if registered else 0)
+    cuda("cuGraphInstantiateWithFlags", byref(executable), captured, u64(0))
+    for turn in range(4):
+        cuda.write(send, repeated(block(rank.rank, turn, "f32"), count))
+        rank.barrier()
+        cuda("cuGraphLaunch", executable, stream)
+        cuda.sync(comm.stream)
+        wanted = b"".join(repeated(block(r, turn, "f32"), count) for r in range(rank.ranks))
+        assert cuda.read(recv, len(wanted)) == wanted
+        rank.barrier()
+        comm.all_gather(1000, seed=turn)
+    cuda("cuGraphExecDestroy", executable)
+    cuda("cuGraphDestroy", captured)
+    comm.destroy()
+    nccl("ncclMemFree", memory)
+    cuda.free(send)
+    rank.barrier()
+    assert cuda.free_memory() == before
+
+
+def captured_multicast(rank: Rank) -> None:
+    captured_registration(rank)
+    assert rank.cuda.calls("cuMulticastBindAddr") == 1
+    assert rank.cuda.calls("cuMulticastUnbind") == 2, "the communicator's own, and the buffer's"
+
+
+def captured_without_registration(rank: Rank) -> None:
+    """cuMemAlloc's memory has no handle: NCCL tries, and copies through its own buffers."""
+    cuda, nccl = rank.cuda, rank.nccl
+    comm = rank.communicator()
+    count = 40_000
+    size = count * 4
+    send, recv = cuda.alloc(size), cuda.alloc(size * rank.ranks)
+    captured, executable = c_void_p(), c_void_p()
+    stream = c_void_p(comm.stream)
+    right, left = (rank.rank + 1) % rank.ranks, (rank.rank - 1) % rank.ranks
+    cuda("cuStreamBeginCapture", stream, 2)
+    nccl("ncclAllGather", c_void_p(send), c_void_p(recv), c_size_t(count), TYPES["f32"][0], *comm.tail)
+    with nccl.group():
+        nccl("ncclSend", c_void_p(send), c_size_t(count), TYPES["f32"][0], right, *comm.tail)
+        nccl("ncclRecv", c_void_p(recv), c_size_t(count), TYPES["f32"][0], left, *comm.tail)
+    cuda("cuStreamEndCapture", stream, byref(captured))
+    cuda("cuGraphInstantiateWithFlags", byref(executable), captured, u64(0))
+    for turn in range(2):
+        cuda.write(send, repeated(block(rank.rank, turn, "f32"), count))
+        cuda("cuGraphLaunch", executable, stream)
+        cuda.sync(comm.stream)
+        parts = [repeated(block(r, turn, "f32"), count) for r in range(rank.ranks)]
+        parts[0] = repeated(block(left, turn, "f32"), count)
+        assert cuda.read(recv, size * rank.ranks) == b"".join(parts)
+        rank.barrier()
+    comm.destroy()
+
+
+def suspended(rank: Rank) -> None:
+    cuda, nccl = rank.cuda, rank.nccl
+    before = cuda.free_memory()
+    comm = rank.communicator()
+    comm.everything((1, 40_000))
+    full, held = cuda.free_memory(), ctypes.c_ulonglong()
+    nccl("ncclCommMemStats", c_void_p(comm.comm), 0, byref(held))
+    assert held.value >= 2 * 2 * (rank.ranks - 1) * GRANULARITY
+    for _ in range(2):
+        nccl("ncclCommSuspend", c_void_p(comm.comm), 1)
+        rank.barrier()
+        assert cuda.free_memory() == full + held.value
+        rank.barrier()
+        try:
+            nccl("ncclCommSuspend", c_void_p(comm.comm), 1)
+            raise AssertionError("suspended twice")
+        except NcclError as error:
+            assert error.result == 5
+        nccl("ncclCommResume", c_void_p(comm.comm))
+        assert cuda.free_memory() == full
+        comm.everything((1, 40_000), seed=3)
+        comm.verify()
+    comm.destroy()
+    rank.barrier()
+    assert cuda.free_memory() == before
+
+
+def what_torch_calls(rank: Rank) -> None:
+    cuda, nccl = rank.cuda, rank.nccl
+    unique = (UniqueId * 1)(UniqueId.from_buffer_copy(rank.unique_id()))
+    handle, code = c_void_p(), TYPES["f32"][0]
+    nccl("ncclCommInitRankScalable", byref(handle), rank.ranks, rank.rank, 1, unique, None)
+    assert handle.value is not None
+    comm = Communicator(cuda, nccl, handle.value, rank.rank, rank.ranks)
+    comm.all_reduce(1000)
+    count = 3000
+    size = count * 4
+    send, recv = cuda.alloc(size * rank.ranks), cuda.alloc(size * rank.ranks)
+    for peer in range(rank.ranks):
+        cuda.write(send + peer * size, repeated(block(rank.rank * 100 + peer, 1, "f32"), count))
+    nccl("ncclAlltoAll", c_void_p(send), c_void_p(recv), c_size_t(count), code, *comm.tail)
+    cuda.sync(comm.stream)
+    wanted = b"".join(repeated(block(peer * 100 + rank.rank, 1, "f32"), count) for peer in range(rank.ranks))
+    assert cuda.read(recv, len(wanted)) == wanted
+    nccl("ncclGather", c_void_p(send), c_void_p(recv), c_size_t(count), code, 1, *comm.tail)
+    nccl("ncclBcast", c_void_p(send), c_size_t(count), code, 1, *comm.tail)
+    cuda.sync(comm.stream)
+    if rank.rank == 1:
+        wanted = b"".join(repeated(block(peer * 100, 1, "f32"), count) for peer in range(rank.ranks))
+    assert cuda.read(recv, len(wanted)) == wanted, "only the root receives"
+    assert cuda.read(send, size) == repeated(block(100, 1, "f32"), count)
+    launches = cuda.calls("cuLaunchKernelEx")
+    nccl("ncclGroupStart")
+    nccl("ncclBcast", c_void_p(send), c_size_t(count), code, 1, *comm.tail)
+    nccl("ncclGroupSimulateEnd", None)
+    assert cuda.calls("cuLaunchKernelEx") == launches
+    for name in ("ncclRedOpCreatePreMulSum", "ncclRedOpDestroy", "ncclDevCommCreate", "ncclDevCommDestroy"):
+        try:
+            nccl(name, None, None, None, None, None)
+            raise AssertionError(name)
+        except NcclError as error:
+            assert error.result == 5 and name in str(error)
+    rank.barrier()
+    if rank.rank != 0:
+        smaller = c_void_p()
+        nccl("ncclCommShrink", c_void_p(comm.comm), (c_int * 1)(0), 1, byref(smaller), None, 0)
+        assert smaller.value is not None
+        rest = Communicator(cuda, nccl, smaller.value, rank.rank - 1, rank.ranks - 1)
+        rest.everything((11,))
+        rest.destroy()
+    comm.destroy()
+
+
 def other_streams(rank: Rank) -> None:
     comm = rank.communicator()
     streams = [rank.cuda.stream() for _ in range(3)]
@@ -456,6 +608,27 @@ def test_a_refused_launch_leaves_the_communicator_usable(sim_dir: Path) -> None:
 
 def test_captured_collectives_replay(sim_dir: Path) -> None:
     Job(2, graph, sim_dir).run()
+
+
+@pytest.mark.parametrize("register", ["1", "0"])
+def test_captured_collectives_register_their_buffers(register: str, sim_dir: Path) -> None:
+    Job(3, captured_registration, sim_dir, {"NCCL_GRAPH_REGISTER": register}).run()
+
+
+def test_captured_collectives_bind_their_buffers(sim_dir: Path) -> None:
+    Job(3, captured_multicast, sim_dir, {"NCCL_STANDIN_NVLS": "1"}).run()
+
+
+def test_captured_collectives_on_memory_without_a_handle(sim_dir: Path) -> None:
+    Job(3, captured_without_registration, sim_dir).run()
+
+
+def test_suspend_and_resume(sim_dir: Path) -> None:
+    Job(3, suspended, sim_dir).run()
+
+
+def test_what_torch_links_with(sim_dir: Path) -> None:
+    Job(3, what_torch_calls, sim_dir).run()
 
 
 def test_several_streams(sim_dir: Path) -> None:

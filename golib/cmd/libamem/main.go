@@ -128,9 +128,14 @@ func guardCall(r any, call string, answer C.CUresult) C.CUresult {
 func amemCreate(handle *C.CUmemGenericAllocationHandle, size C.size_t, prop *C.CUmemAllocationProp, flags C.ulonglong,
 	own C.int) (r C.CUresult) {
 	defer func() { r = guardCall(recover(), "cuMemCreate", r) }()
-	h, err := current.Space().Create(uint64(size), cuda.PropFromC(unsafe.Pointer(prop)), uint64(flags), own != 0)
+	p := cuda.PropFromC(unsafe.Pointer(prop))
+	h, err := current.Space().Create(uint64(size), p, uint64(flags), own != 0)
 	if err == nil {
 		*handle = C.CUmemGenericAllocationHandle(h)
+	}
+	if p.HandleTypes&cuda.Fabric != 0 && errors.Is(err, cuda.ErrNotPermitted) {
+		// ncclMemAlloc asks for FABRIC first, and then without: no error.
+		return C.CUDA_ERROR_NOT_PERMITTED
 	}
 	return result("cuMemCreate", err)
 }
