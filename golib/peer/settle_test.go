@@ -1,6 +1,7 @@
 package peer
 
 import (
+	"context"
 	"slices"
 	"testing"
 	"time"
@@ -94,4 +95,23 @@ func TestSettleAsksAgain(t *testing.T) {
 	require.False(t, owner.settled(Part{1, 0})())
 	require.False(t, owner.Settle(Part{1, 64}))
 	soon(t, owner.settled(Part{1, 0}, Part{1, 64}))
+}
+
+func TestClaim(t *testing.T) {
+	owner, importer := newProcess(t, 0, 1), newProcess(t, 0, 0)
+	importer.maps(t, owner, 1)
+	var chunks []Chunk
+	owner.memory.outlived = map[Chunk]bool{}
+	for i := range uint64(2*maxParts + 7) {
+		chunks = append(chunks, Chunk{1<<63 + i, 1<<63 + i, 1<<63 + i})
+		owner.memory.outlived[chunks[i]] = i%900 == 5
+	}
+	freed, err := importer.Claim(context.Background(), owner.Self(), chunks)
+	require.NoError(t, err)
+	require.Equal(t, []Chunk{chunks[5], chunks[905], chunks[1805]}, freed)
+	reply, _, err := importer.request(context.Background(), owner.Self(), message{Kind: kindClaim, Chunks: chunks[:maxParts+1]})
+	require.Error(t, err, reply)
+	owner.Close()
+	_, err = importer.Claim(context.Background(), owner.Self(), chunks[:1])
+	require.Error(t, err)
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"amem/golib/cuda"
+	"amem/golib/peer"
 	"amem/golib/simtest"
 	"amem/golib/vmm"
 )
@@ -1115,4 +1116,27 @@ func TestBaseOfRegionMemory(t *testing.T) {
 		_, known := a.MemoryState(base)
 		return !known
 	}, 5*time.Second, time.Millisecond)
+}
+
+// A handle is of what stood there when it was made.
+func TestHandleOfFreedMemory(t *testing.T) {
+	all := bare(t, 2, 5*time.Second)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	own, other := a.torch(t, r, 4*mib, 1), a.torch(t, r, 4*mib, 2)
+	handle, _, err := a.ShareHandle(own.at, true)
+	require.NoError(t, err)
+	a.give(t, r, own)
+	next := a.torch(t, r, 4*mib, 3)
+	require.Equal(t, own.at, next.at)
+	for range 2 { // the second time of memory that is shared too
+		_, known, err := b.OpenHandle(handle)
+		require.True(t, known)
+		require.ErrorIs(t, err, peer.ErrGone)
+		theirs := shares(t, a, b, next)
+		require.True(t, theirs.intact())
+		b.closes(t, theirs)
+	}
+	require.True(t, next.intact())
+	a.give(t, r, other, next)
 }

@@ -275,6 +275,7 @@ func (s *Space) Unmap(p cuda.Ptr, size uint64) error {
 		s.mu.Lock()
 		s.removeRange(r.at)
 		r.block.mem.extra = slices.DeleteFunc(r.block.mem.extra, func(m *mapping) bool { return m == r.m })
+		r.block.mem.missing = slices.DeleteFunc(r.block.mem.missing, func(m *mapping) bool { return m == r.m })
 		h := r.block.handles[0]
 		h.mapped--
 		s.mu.Unlock()
@@ -297,7 +298,10 @@ func (s *Space) mappingsIn(p cuda.Ptr, size uint64) []addressRange {
 // eachLive calls the driver for the whole range, or, where a pause has released
 // some of it, for each mapping that exists now. structure is held.
 func eachLive(p cuda.Ptr, size uint64, mappings []addressRange, call func(cuda.Ptr, uint64) error) error {
-	live := slices.DeleteFunc(slices.Clone(mappings), func(r addressRange) bool { return !r.block.mem.live })
+	live := slices.DeleteFunc(slices.Clone(mappings), func(r addressRange) bool {
+		m := r.block.mem
+		return !m.live && (m.missing == nil || slices.Contains(m.missing, r.m))
+	})
 	if len(live) == len(mappings) {
 		return call(p, size)
 	}

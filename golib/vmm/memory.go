@@ -50,6 +50,7 @@ type memory struct {
 	extra      []*mapping // where NCCL mapped it beside home
 	keep       string     // one of Keep*; "": released by a pause
 	filling    bool       // contents are being copied in: not to be freed or carved
+	missing    []*mapping // not live: phys is there all the same, and mapped but for these
 	copied     cuda.Event // during a pause: when its contents are on the host; 0: none are kept
 }
 
@@ -98,6 +99,15 @@ func (m *memory) contents() []*offload.Contents {
 // materialise makes own physical memory, mapped where it belongs. On failure
 // all is as it was. structure is held.
 func (s *Space) materialise(m *memory) (err error) {
+	if m.missing != nil { // the driver has refused to give it back
+		if err := s.mapAll(m.missing, m.phys); err != nil {
+			return err
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		m.missing, m.live = nil, true
+		return nil
+	}
 	phys, err := s.driver.Create(m.size, m.prop, 0)
 	if err != nil {
 		return err
@@ -156,13 +166,15 @@ func (s *Space) mapAll(places []*mapping, phys cuda.Handle) error {
 }
 
 // evaporate takes physical memory away; its addresses stay reserved. On
-// failure all is as it was. structure is held.
+// failure all is as it was, or, where that fails too, the memory is not live, and
+// materialise makes it whole again. structure is held.
 func (s *Space) evaporate(m *memory) (err error) {
 	s.mu.Lock()
 	phys, fd := m.phys, m.fd
 	m.live, m.fd = false, -1
+	unmapped := m.missing
+	m.missing = nil
 	s.mu.Unlock()
-	var unmapped []*mapping
 	defer func() {
 		if err == nil {
 			if fd >= 0 {
@@ -170,14 +182,21 @@ func (s *Space) evaporate(m *memory) (err error) {
 			}
 			return
 		}
+		var missing []*mapping
 		for _, place := range unmapped {
-			err = errors.Join(err, s.mapOne(place, phys))
+			if mapErr := s.mapOne(place, phys); mapErr != nil {
+				missing = append(missing, place)
+				err = errors.Join(err, mapErr)
+			}
 		}
 		s.mu.Lock()
-		m.live, m.fd = true, fd
+		m.live, m.fd, m.missing = len(missing) == 0, fd, missing
 		s.mu.Unlock()
 	}()
 	for _, place := range m.places() {
+		if slices.ContainsFunc(unmapped, func(done *mapping) bool { return done.at == place.at }) {
+			continue
+		}
 		if err := s.driver.Unmap(place.at, place.size); err != nil {
 			return fmt.Errorf("unmap %d bytes: %w", place.size, err)
 		}
@@ -293,7 +312,7 @@ func (s *Space) regroup() {
 	}
 	var blocks []*block
 	for _, b := range s.blocks {
-		if !b.mem.live && b.window != nil {
+		if !b.mem.live && b.mem.missing == nil && b.window != nil {
 			blocks = append(blocks, b)
 		}
 	}

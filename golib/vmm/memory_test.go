@@ -364,3 +364,49 @@ func TestFreedAfterAResume(t *testing.T) {
 	}
 	empty(t, s)
 }
+
+// The driver refuses to give memory back, and then to map it again: the memory is not
+// said to be there, and a resume makes it whole, or the next pause gives it back.
+func TestMemoryThatIsNotPutBack(t *testing.T) {
+	s := newSpace(t, Options{Arena: true})
+	n := nccl{Space: s}
+	arena := offload.NewArena(simtest.Driver())
+	before := simtest.Used(t, 0)
+	buffers := []buffer{n.mustAllocate(t, 16*mib), n.mustAllocate(t, 16*mib)}
+	fill(buffers)
+	refuse := func() {
+		simtest.Fault(t, "cuMemRelease", 1, cuda.ErrUnknown)
+		simtest.Fault(t, "cuMemMap", 1, cuda.ErrUnknown)
+	}
+	refuse()
+	_, err := pause(s, arena)
+	require.ErrorIs(t, err, cuda.ErrUnknown)
+	require.False(t, s.Whole())
+	live := 0
+	for _, b := range buffers {
+		if is, _ := s.Live(b.at); is {
+			require.True(t, simtest.Writable(t, 0, b.at), "what is said to be there is mapped")
+			live++
+		}
+	}
+	require.Equal(t, 1, live)
+	creates := simtest.Calls(t, "cuMemCreate")
+	_, err = resume(s)
+	require.NoError(t, err)
+	require.Equal(t, creates, simtest.Calls(t, "cuMemCreate"), "its own memory is mapped again")
+	require.True(t, s.Whole())
+	filled(t, buffers)
+	require.Equal(t, 32*mib, simtest.Used(t, 0)-before)
+
+	refuse()
+	require.ErrorIs(t, n.free(buffers[0].at), cuda.ErrUnknown)
+	require.Equal(t, 32*mib, simtest.Used(t, 0)-before)
+	_, err = pause(s, arena)
+	require.NoError(t, err)
+	require.Equal(t, before, simtest.Used(t, 0))
+	_, err = resume(s)
+	require.NoError(t, err)
+	require.True(t, simtest.Holds(buffers[1].at, 2, 16*mib))
+	n.mustFree(t, buffers[1])
+	empty(t, s)
+}

@@ -604,3 +604,27 @@ func TestServeHoldsNothingWhileItWaits(t *testing.T) {
 	n.mustFree(t, buffers...)
 	empty(t, s)
 }
+
+// A program that this process starts must not keep its memory.
+func TestDescriptorsEndWithExec(t *testing.T) {
+	p := newPair(t, 0, 64*kib, 4*mib)
+	fd := exportFD(t, p.owner, p.theirs[0].handle)
+	defer closeFD(t, fd)
+	got, _, err := p.owner.Serve(context.Background(), p.importer.peers.Self(), p.owner.Shared())
+	require.NoError(t, err)
+	fds := []int{fd}
+	for _, m := range got {
+		fds = append(fds, m.FD)
+	}
+	for _, b := range p.owner.blocks {
+		fds = append(fds, b.mem.fd)
+	}
+	require.Len(t, fds, 5)
+	for _, fd := range fds {
+		flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0)
+		require.NoError(t, err)
+		require.NotZero(t, flags&unix.FD_CLOEXEC)
+	}
+	closeAll(got)
+	p.end(t)
+}

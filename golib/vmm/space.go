@@ -286,7 +286,7 @@ func (s *Space) keepMargin(size uint64) error {
 // is held, mu is not.
 func (s *Space) discard(b *block) error {
 	s.mu.Lock()
-	last := b.mem.live && len(b.mem.blocks) == 0
+	last := (b.mem.live || b.mem.missing != nil) && len(b.mem.blocks) == 0
 	s.mu.Unlock()
 	if last {
 		if err := s.evaporate(b.mem); err != nil {
