@@ -12,6 +12,7 @@ import (
 // inRoot makes /proc and /sys what the files say, by path.
 func inRoot(t *testing.T, files map[string]string) {
 	t.Helper()
+	inFolder(t, t.TempDir()) // what other tests' processes claim is not of this host
 	dir := t.TempDir()
 	for name, text := range files {
 		file := filepath.Join(dir, name)
