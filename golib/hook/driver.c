@@ -90,6 +90,7 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
     bool own = own_allocator;
     own_allocator = false;
     pending = 0;
+    watch_scan(); /* a plug-in may have loaded what this memory will be registered with */
     if (!core || !prop || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
         return real.MemCreate(handle, size, prop, flags);
     CUresult result = core->create(handle, size, prop, flags, own, (uintptr_t)__builtin_return_address(0));
@@ -354,7 +355,7 @@ static void *ibv_reg_mr_iova2(void *pd, void *addr, size_t length, uint64_t iova
 }
 
 static void *wrap_lookup(const char *name, void *function) {
-    if (!function) return NULL;
+    if (!function || divert_is_ours(function)) return function;
     if (!strcmp(name, "ibv_reg_mr")) return store(&ibv.reg_mr, function, (void *)ibv_reg_mr);
     if (!strcmp(name, "ibv_reg_mr_iova2")) return store(&ibv.reg_mr_iova2, function, (void *)ibv_reg_mr_iova2);
     if (strncmp(name, "cu", 2) || core_forked()) return function;
@@ -363,9 +364,14 @@ static void *wrap_lookup(const char *name, void *function) {
     return wrap(name, function, 0, 0);
 }
 
-void *driver_dlsym(void *handle, const char *name) { return wrap_lookup(name, dlsym(handle, name)); }
+/* NCCL loads its network plug-ins itself, and looks them up next. */
+void *driver_dlsym(void *handle, const char *name) {
+    watch_scan();
+    return wrap_lookup(name, dlsym(handle, name));
+}
 
 void *driver_dlvsym(void *handle, const char *name, const char *version) {
+    watch_scan();
     return wrap_lookup(name, dlvsym(handle, name, version));
 }
 

@@ -12,6 +12,11 @@
 
 /* config.c: the environment, checked. On failure text says which variable, what it was and what it may be. */
 amem_status config_read(struct amem_config *config, char *text);
+/*
+ * A switch in the environment: 1, on, true, yes, 0, off, false or no, in any case of
+ * letters. What is unset, or empty, is `otherwise`, and so is another value, with a warning.
+ */
+bool config_switch(const char *name, bool otherwise);
 
 /* log.c: one line to stderr, if the level is enabled. Any thread. */
 enum { LOG_ERROR = 1, LOG_WARN = 2, LOG_INFO = 3, LOG_DEBUG = 4 };
@@ -36,12 +41,31 @@ struct replacement {
     void *value;
 };
 int elf_replace_all(const struct object *object, const struct replacement *list, int n); /* in one pass */
+/*
+ * What others get of this object's functions. elf_find answers where a function is,
+ * by its default version; elf_divert makes all later look-ups of the function at
+ * `from`, under whatever name, find `to`: false if the symbol table can't be written.
+ * elf_rebind replaces `from` by `to` where another object has it already.
+ */
+void *elf_find(const struct object *object, const char *symbol);
+bool elf_divert(const struct object *object, void *from, void *to);
+int elf_rebind(const struct object *object, void *from, void *to);
+/* Around fork(): no page is written to meanwhile. */
+void elf_lock_writing(void);
+void elf_unlock_writing(void);
 /* Whether one of the n values stands as a pointer in the object's writable memory. */
 bool elf_holds(const struct object *object, void *const *values, int n);
+
+/* divert.c: functions of other libraries, for which their callers get amem's. Any thread; again is harmless. */
+void divert_nccl(const struct object *object);     /* NCCL's own suspension */
+bool divert_registers(const struct object *object); /* whether this library registers memory with a device */
+void divert_registration(const struct object *object);
+bool divert_is_ours(void *function);                /* it is a function that registrations lead to */
 
 /* watch.c: finds libnccl, now or when it is loaded. */
 amem_status watch_start(char *text);
 void watch_runtime(void); /* hooks PyTorch's libraries for regions, now and when they are loaded */
+void watch_scan(void);    /* looks for libraries that have been loaded since; cheap if there are none */
 bool watch_found(void);   /* a libnccl has been hooked */
 bool watch_out_of_reach(void); /* PyTorch's allocator was found, and calls a CUDA runtime that is inside of it */
 bool watch_too_late(void); /* a libnccl was found that had the driver's functions already */
@@ -85,7 +109,6 @@ extern size_t region_margin;    /* bytes that regions leave free on a device */
 /* api.c */
 extern struct amem_config config;
 amem_status api_configure(void);                            /* reads the environment, once */
-bool api_is_on(const char *variable);                       /* a switch in the environment */
 amem_status api_fail(amem_status status, const char *text); /* sets this thread's amem_last_error() */
 
 #endif
