@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 5
+#define AMEM_CORE_ABI 6
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -69,9 +69,9 @@ struct amem_core {
     /* What cuMemGetAllocationGranularity answers NCCL's own allocator; 0 leaves the driver's. */
     size_t granularity;
 
-    /* own: NCCL's own allocator asks. site: the address of the call, which tells purposes apart. */
+    /* own: NCCL's own allocator asks. */
     CUresult (*create)(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
-                       unsigned long long flags, int own, uintptr_t site);
+                       unsigned long long flags, int own);
     CUresult (*release)(CUmemGenericAllocationHandle handle);
     CUresult (*retain)(CUmemGenericAllocationHandle *handle, CUdeviceptr addr);
     /* pending: the virtual handle that this thread created, imported or looked at just before, or 0. */
@@ -92,8 +92,13 @@ struct amem_core {
                                unsigned long long flags);
     /* Waits while the guard says AMEM_GUARD_ARRIVING, for a time; an error says that it still does. */
     CUresult (*arrived)(void);
-    /* The memory at ptr must stay where it is from now on; why: one of AMEM_KEEP_*. */
-    void (*keep)(CUdeviceptr ptr, size_t size, int why);
+    /*
+     * The memory in the range is about to be registered, and must stay where it is from now on; why: one of
+     * AMEM_KEEP_*. It answers a number for registered(), or 0 where none of the memory is amem's.
+     */
+    uint64_t (*keep)(CUdeviceptr ptr, size_t size, int why);
+    void (*registered)(uint64_t kept, uintptr_t registration); /* 0: it has failed, or ended */
+    uint64_t (*deregister)(uintptr_t registration); /* is about to end: as keep(), before registered() */
 
     /* On success, text is the report of amem_last_report(). */
     int (*pause)(const char *tags, char *text);
@@ -130,7 +135,8 @@ struct amem_core {
 
 enum {
     AMEM_KEEP_NIC = 1,
-    AMEM_KEEP_MULTICAST = 2
+    AMEM_KEEP_MULTICAST = 2,
+    AMEM_KEEP_BUFFER = 3 /* a dma-buf, which may be registered with a NIC next */
 };
 
 /* The core's only exported symbol. Called once. Returns an amem_status. */

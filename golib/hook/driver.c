@@ -93,7 +93,7 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
     watch_scan(); /* a plug-in may have loaded what this memory will be registered with */
     if (!core || !prop || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
         return real.MemCreate(handle, size, prop, flags);
-    CUresult result = core->create(handle, size, prop, flags, own, (uintptr_t)__builtin_return_address(0));
+    CUresult result = core->create(handle, size, prop, flags, own);
     if (result == AMEM_PASS) return real.MemCreate(handle, size, prop, flags);
     if (!result) pending = *handle;
     return result;
@@ -177,11 +177,25 @@ static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *sharea
     return result;
 }
 
+/*
+ * Notes that memory must stay where it is, before it is registered; registered()
+ * follows with the registration, or NULL where it has failed.
+ */
+static uint64_t keep(CUdeviceptr ptr, size_t size, int why) {
+    const struct amem_core *core = core_loaded();
+    return core ? core->keep(ptr, size, why) : 0;
+}
+
+static void registered(uint64_t kept, const void *registration) {
+    if (kept) core_loaded()->registered(kept, (uintptr_t)registration);
+}
+
 static CUresult handle_for_address_range(void *handle, CUdeviceptr ptr, size_t size, CUmemRangeHandleType type,
                                          unsigned long long flags) {
-    const struct amem_core *core = core_loaded();
-    if (core) core->keep(ptr, size, AMEM_KEEP_NIC);
-    return real.MemGetHandleForAddressRange(handle, ptr, size, type, flags);
+    uint64_t kept = keep(ptr, size, AMEM_KEEP_BUFFER);
+    CUresult result = real.MemGetHandleForAddressRange(handle, ptr, size, type, flags);
+    if (result) registered(kept, NULL);
+    return result;
 }
 
 static CUresult multicast_bind_mem(CUmemGenericAllocationHandle multicast, size_t multicast_offset,
@@ -194,9 +208,10 @@ static CUresult multicast_bind_mem(CUmemGenericAllocationHandle multicast, size_
 
 static CUresult multicast_bind_addr(CUmemGenericAllocationHandle multicast, size_t offset, CUdeviceptr ptr,
                                     size_t size, unsigned long long flags) {
-    const struct amem_core *core = core_loaded();
-    if (core) core->keep(ptr, size, AMEM_KEEP_MULTICAST);
-    return real.MulticastBindAddr(multicast, offset, ptr, size, flags);
+    uint64_t kept = keep(ptr, size, AMEM_KEEP_MULTICAST);
+    CUresult result = real.MulticastBindAddr(multicast, offset, ptr, size, flags);
+    registered(kept, result ? NULL : &kept);
+    return result;
 }
 
 /*
@@ -333,31 +348,50 @@ static CUresult get_proc_address_v2(const char *symbol, void **function, int ver
     return result;
 }
 
-/* The NIC keeps the pages of what is registered with it: such memory must not move. */
+/* The NIC keeps the pages of what is registered with it: such memory must not move, until that has ended. */
 static struct {
     void *(*reg_mr)(void *, void *, size_t, int);
     void *(*reg_mr_iova2)(void *, void *, size_t, uint64_t, unsigned int);
+    void *(*reg_dmabuf_mr)(void *, uint64_t, size_t, uint64_t, int, int);
+    int (*dereg_mr)(void *);
 } ibv;
 
-static void keep_for_nic(const void *addr, size_t length) {
-    const struct amem_core *core = core_loaded();
-    if (core) core->keep((CUdeviceptr)(uintptr_t)addr, length, AMEM_KEEP_NIC);
-}
-
 static void *ibv_reg_mr(void *pd, void *addr, size_t length, int access) {
-    keep_for_nic(addr, length);
-    return ibv.reg_mr(pd, addr, length, access);
+    uint64_t kept = keep((CUdeviceptr)(uintptr_t)addr, length, AMEM_KEEP_NIC);
+    void *mr = ibv.reg_mr(pd, addr, length, access);
+    registered(kept, mr);
+    return mr;
 }
 
 static void *ibv_reg_mr_iova2(void *pd, void *addr, size_t length, uint64_t iova, unsigned int access) {
-    keep_for_nic(addr, length);
-    return ibv.reg_mr_iova2(pd, addr, length, iova, access);
+    uint64_t kept = keep((CUdeviceptr)(uintptr_t)addr, length, AMEM_KEEP_NIC);
+    void *mr = ibv.reg_mr_iova2(pd, addr, length, iova, access);
+    registered(kept, mr);
+    return mr;
+}
+
+/* iova: NCCL lets the NIC use the addresses that the device does (net_ib.cc). */
+static void *ibv_reg_dmabuf_mr(void *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
+    uint64_t kept = keep(iova, length, AMEM_KEEP_NIC);
+    void *mr = ibv.reg_dmabuf_mr(pd, offset, length, iova, fd, access);
+    registered(kept, mr);
+    return mr;
+}
+
+static int ibv_dereg_mr(void *mr) {
+    const struct amem_core *core = core_loaded();
+    uint64_t kept = core ? core->deregister((uintptr_t)mr) : 0;
+    int result = ibv.dereg_mr(mr);
+    registered(kept, result ? mr : NULL);
+    return result;
 }
 
 static void *wrap_lookup(const char *name, void *function) {
     if (!function || divert_is_ours(function)) return function;
     if (!strcmp(name, "ibv_reg_mr")) return store(&ibv.reg_mr, function, (void *)ibv_reg_mr);
     if (!strcmp(name, "ibv_reg_mr_iova2")) return store(&ibv.reg_mr_iova2, function, (void *)ibv_reg_mr_iova2);
+    if (!strcmp(name, "ibv_reg_dmabuf_mr")) return store(&ibv.reg_dmabuf_mr, function, (void *)ibv_reg_dmabuf_mr);
+    if (!strcmp(name, "ibv_dereg_mr")) return store(&ibv.dereg_mr, function, (void *)ibv_dereg_mr);
     if (strncmp(name, "cu", 2) || core_forked()) return function;
     if (!strcmp(name, "cuGetProcAddress_v2")) return wrap("cuGetProcAddress", function, 12000, 0);
     if (!strcmp(name, "cuMemGetAddressRange_v2")) return wrap("cuMemGetAddressRange", function, 0, 0);

@@ -57,8 +57,9 @@ type regions struct {
 	list    []*Region
 	share   *sharing // made with the first
 	numbers atomic.Uint64
-	folder  string // for BackupDisk; "": Options.Folder
-	named   bool   // the files there have names
+	kept    atomic.Uint64 // of what Keep has noted
+	folder  string        // for BackupDisk; "": Options.Folder
+	named   bool          // the files there have names
 	retain  atomic.Bool
 }
 
@@ -408,13 +409,43 @@ func (s *Session) closeRegions() {
 	}
 }
 
-// Keep notes that memory, NCCL's or a region's, must stay where it is.
-func (s *Session) Keep(p cuda.Ptr, why string) {
-	if r, _ := s.at(p); r != nil {
-		r.space.Keep(p, why)
-		return
+// Keep notes that memory in the range, NCCL's or a region's, must stay where it is, and
+// answers a number for it, or 0 where there is none. buffer: see vmm.Space.Keep.
+func (s *Session) Keep(p cuda.Ptr, size uint64, why string, buffer bool) uint64 {
+	number, known := s.regions.kept.Add(1), false
+	for _, space := range s.spaces() {
+		known = space.Keep(number, p, size, why, buffer) || known
 	}
-	s.space.Keep(p, why)
+	if !known {
+		return 0
+	}
+	return number
+}
+
+// Registered says how the NIC's library names what Keep has numbered; 0: the
+// registration has failed, or ended.
+func (s *Session) Registered(number uint64, mr uintptr) {
+	for _, space := range s.spaces() {
+		space.Registered(number, mr)
+	}
+}
+
+// Deregister answers the number of what is about to be deregistered, or 0 where none of
+// it is amem's. Registered says whether it has.
+func (s *Session) Deregister(mr uintptr) (number uint64) {
+	for _, space := range s.spaces() {
+		number = max(number, space.Deregister(mr))
+	}
+	return number
+}
+
+// spaces lists NCCL's memory and that of all regions.
+func (s *Session) spaces() []*vmm.Space {
+	list := []*vmm.Space{s.space}
+	for _, r := range s.allRegions() {
+		list = append(list, r.space)
+	}
+	return list
 }
 
 func (s *Session) countPaused(more int) {

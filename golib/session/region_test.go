@@ -341,7 +341,7 @@ func TestRegionKeepsWhatANICUses(t *testing.T) {
 	r := p.region(t, "weights", BackupCPU)
 	b := p.torch(t, r, 128*mib, 1)
 	free := p.torch(t, r, 96*mib, 2)
-	p.Keep(b.at, vmm.KeepNIC)
+	require.NotZero(t, p.Keep(b.at, b.size, vmm.KeepNIC, false))
 	require.NoError(t, p.Pause("weights"))
 	require.Equal(t, 128*mib, simtest.Used(t, 0))
 	require.True(t, b.intact())
@@ -1057,4 +1057,62 @@ func TestDiskFolderWithNames(t *testing.T) {
 	require.Len(t, files(), 2)
 	p.give(t, r, list...)
 	require.Empty(t, files())
+}
+
+// NCCL registers not a buffer but what the driver says that its memory is, from its
+// beginning on, where nothing may be in use: that is a region's too, its owner's and who
+// has opened it.
+func TestBaseOfRegionMemory(t *testing.T) {
+	all := bare(t, 2, 5*time.Second)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	var own []buffer
+	for i := range uint64(8) {
+		own = append(own, a.torch(t, r, 8*mib, i+1))
+	}
+	require.NoError(t, a.Pause("weights"))
+	require.NoError(t, a.Resume("weights")) // slabs are put together
+	last := len(own) - 1
+	theirs := shares(t, a, b, own[last])
+	a.give(t, r, own[0])
+	for _, side := range []struct {
+		*process
+		at cuda.Ptr
+	}{{a, own[last].at}, {b, theirs.at}} {
+		base, size := simtest.AddressRange(t, side.at)
+		require.Less(t, base, side.at-8*cuda.Ptr(mib), "not in the slab that was opened, either")
+		state, known := side.MemoryState(base)
+		require.True(t, known)
+		require.Equal(t, Active, state)
+		number := side.Keep(base, size, vmm.KeepNIC, false)
+		require.NotZero(t, number)
+		side.Registered(number, 0)
+	}
+	base, size := simtest.AddressRange(t, own[last].at)
+	number := a.Keep(base, size, vmm.KeepNIC, false)
+	a.Registered(number, 7)
+	require.NoError(t, a.Pause("weights"))
+	require.Equal(t, size, simtest.Used(t, 0))
+	require.True(t, own[last].intact(), "what a NIC uses stays")
+	require.NoError(t, a.Resume("weights"))
+	require.Equal(t, number, a.Deregister(7))
+	a.Registered(number, 0)
+	require.NoError(t, a.Pause("weights"))
+	require.Zero(t, simtest.Used(t, 0))
+	for _, side := range []struct {
+		*process
+		at cuda.Ptr
+	}{{a, base}, {b, theirs.at}} {
+		state, known := side.MemoryState(side.at)
+		require.True(t, known)
+		require.Equal(t, Paused, state)
+	}
+	require.NoError(t, a.Resume("weights"))
+	require.True(t, theirs.intact())
+	b.closes(t, theirs)
+	a.give(t, r, own[1:]...)
+	require.Eventually(t, func() bool { // the borrower is asked whether it uses what was freed
+		_, known := a.MemoryState(base)
+		return !known
+	}, 5*time.Second, time.Millisecond)
 }

@@ -130,7 +130,7 @@ func (p *process) finish(t *testing.T, b buffer) buffer {
 
 func (p *process) allocate(t *testing.T, size, seed uint64) {
 	t.Helper()
-	h, err := p.Space().Create(size, prop(), 0, true, 0)
+	h, err := p.Space().Create(size, prop(), 0, true)
 	require.NoError(t, err)
 	b := p.finish(t, buffer{size: size, handle: h, seed: seed})
 	b.fill(seed)

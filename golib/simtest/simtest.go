@@ -47,6 +47,9 @@ static CUresult amem_test_get_access(unsigned long long *flags, int device, CUde
     CUmemLocation location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
     AMEM_TEST_CALL("cuMemGetAccess", (unsigned long long *, const CUmemLocation *, CUdeviceptr), (flags, &location, at));
 }
+static CUresult amem_test_address_range(CUdeviceptr *base, size_t *size, CUdeviceptr at) {
+    AMEM_TEST_CALL("cuMemGetAddressRange_v2", (CUdeviceptr *, size_t *, CUdeviceptr), (base, size, at));
+}
 static CUresult amem_test_launch_host(CUstream stream, void *function, void *data) {
     AMEM_TEST_CALL("cuLaunchHostFunc", (CUstream, void *, void *), (stream, function, data));
 }
@@ -251,6 +254,16 @@ func Writable(t testing.TB, device int, p cuda.Ptr) bool {
 	var flags C.ulonglong
 	r := C.amem_test_get_access(&flags, C.int(device), C.CUdeviceptr(p))
 	return r == 0 && flags == cuda.ReadWrite
+}
+
+// AddressRange returns where the mapping that holds p starts, and its size, as NCCL asks
+// before it registers a buffer.
+func AddressRange(t testing.TB, p cuda.Ptr) (base cuda.Ptr, size uint64) {
+	t.Helper()
+	var at C.CUdeviceptr
+	var bytes C.size_t
+	check(t, "cuMemGetAddressRange", C.amem_test_address_range(&at, &bytes, C.CUdeviceptr(p)))
+	return cuda.Ptr(at), uint64(bytes)
 }
 
 // Multicast makes a multicast object with both devices in it.

@@ -51,7 +51,6 @@ type span struct{ off, size uint64 }
 type class struct {
 	prop  cuda.Prop
 	large bool // chunks of 2 MiB and more, at multiples of that
-	nic   bool // allocated where memory was registered with a NIC before
 }
 
 func (c class) unit() uint64 {

@@ -3,7 +3,6 @@ package vmm
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"unsafe"
 
@@ -20,7 +19,6 @@ type handle struct {
 	id   cuda.Handle
 	size uint64
 	prop cuda.Prop
-	site uintptr // where in NCCL it was created
 
 	// Guarded by Space.mu. A handle ends when all three counts are 0.
 	refs     int // created, imported and retained, less released
@@ -69,7 +67,7 @@ func (s *Space) bound(id cuda.Handle) (*handle, error) {
 // Create answers a handle. own: NCCL's own allocator asks, and the handle gets
 // memory when it is reserved or mapped; other memory (users', windows') is the
 // driver's at once, and stays where it is.
-func (s *Space) Create(size uint64, prop cuda.Prop, flags uint64, own bool, site uintptr) (cuda.Handle, error) {
+func (s *Space) Create(size uint64, prop cuda.Prop, flags uint64, own bool) (cuda.Handle, error) {
 	if _, err := s.device(prop.Location); err != nil {
 		return 0, err
 	}
@@ -77,7 +75,6 @@ func (s *Space) Create(size uint64, prop cuda.Prop, flags uint64, own bool, site
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		h := s.newHandle(size, prop)
-		h.site = site
 		return h.id, nil
 	}
 	phys, err := s.driver.Create(size, prop, flags)
@@ -101,9 +98,7 @@ func (s *Space) Create(size uint64, prop cuda.Prop, flags uint64, own bool, site
 // place gives an unbound handle memory: a chunk of a slab, or a block of its
 // own. structure is held.
 func (s *Space) place(h *handle, carve bool) error {
-	s.mu.Lock()
-	c := class{prop: h.prop, large: h.size >= largeUnit, nic: s.nicSites[h.site]}
-	s.mu.Unlock()
+	c := class{prop: h.prop, large: h.size >= largeUnit}
 	size := roundUp(h.size, c.unit())
 	if !carve || !s.options.Arena || size > maxChunk {
 		granularity, err := s.driver.Granularity(h.prop)
@@ -162,9 +157,14 @@ func (s *Space) carve(c class, h *handle, size uint64) bool {
 	return false
 }
 
-// held answers the bytes of the class's slabs. mu is held.
+// held answers the bytes of the class's slabs, by which the next is sized. Where NICs
+// are used it answers none: a chunk that a NIC registers keeps all of its slab, nothing
+// tells before which will be, and small slabs keep the least. mu is held.
 func (s *Space) held(c class) uint64 {
 	var n uint64
+	if s.network {
+		return 0
+	}
 	for _, b := range s.slabs[c] {
 		n += b.size
 	}
@@ -456,6 +456,13 @@ func (s *Space) endUnused(h *handle) error {
 		return nil
 	}
 	b.removeHandle(h)
+	if s.options.Region == "" {
+		// Nobody tells when the dma-buf of NCCL's own buffer ends, but NCCL uses it no longer.
+		s.unregister(func(r registration) bool {
+			at := b.home + cuda.Ptr(h.off)
+			return r.buffer && r.at >= at && r.at+cuda.Ptr(r.size) <= at+cuda.Ptr(roundUp(h.size, b.class.unit()))
+		})
+	}
 	if b.slab {
 		s.retire(b, span{h.off, roundUp(h.size, b.class.unit())}, h.exported)
 	}
@@ -544,25 +551,17 @@ func (s *Space) BindMulticast(multicast cuda.Handle, multicastOffset uint64, id 
 		return fmt.Errorf("NCCL binds a part of a slab to a multicast object; set AMEM_ARENA=0: %w", cuda.ErrNotSupported)
 	}
 	s.mu.Lock()
+	before := h.block.mem.keep
 	h.block.mem.keep = KeepMulticast
 	phys := h.block.mem.phys
 	s.mu.Unlock()
-	return s.driver.BindMulticast(multicast, multicastOffset, phys, offset, size, flags)
-}
-
-// Keep notes that the memory at p must stay where it is.
-func (s *Space) Keep(p cuda.Ptr, why string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	h, _, _ := s.find(p)
-	if h == nil || h.block.mem.keep == why {
-		return
+	if err := s.driver.BindMulticast(multicast, multicastOffset, phys, offset, size, flags); err != nil {
+		s.mu.Lock()
+		h.block.mem.keep = before
+		s.mu.Unlock()
+		return err
 	}
-	h.block.mem.keep = why
-	if why == KeepNIC && h.site != 0 {
-		s.nicSites[h.site] = true
-	}
-	slog.Debug("memory stays resident", "why", why, "bytes", h.block.mem.size)
+	return nil
 }
 
 // Export writes a shareable handle to where NCCL wants it: a descriptor that

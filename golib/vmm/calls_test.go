@@ -111,7 +111,7 @@ func TestNotTheAllocatorsWay(t *testing.T) {
 			s := newSpace(t, Options{Arena: true})
 			n := nccl{Space: s}
 			before := simtest.Used(t, 0)
-			h, err := s.Create(2*mib, prop(0), 0, true, 0)
+			h, err := s.Create(2*mib, prop(0), 0, true)
 			require.NoError(t, err)
 			require.Equal(t, before, simtest.Used(t, 0), "no memory before NCCL shows what it wants")
 			p, reserved, err := reserve(n, h)
@@ -143,7 +143,7 @@ func TestReserveWithHint(t *testing.T) {
 	whole, err := driver.Reserve(64*mib, 0, 0, 0)
 	require.NoError(t, err)
 	require.NoError(t, driver.AddressFree(whole, 64*mib))
-	h, err := s.Create(2*mib, prop(0), 0, true, 0)
+	h, err := s.Create(2*mib, prop(0), 0, true)
 	require.NoError(t, err)
 	_, err = s.Reserve(2*mib, 0, whole, 0, h)
 	require.ErrorIs(t, err, ErrPass)
@@ -226,7 +226,7 @@ func TestUnmapRangeWhilePaused(t *testing.T) {
 	require.NoError(t, err)
 	var handles [4]cuda.Handle
 	for i := range handles {
-		h, err := s.Create(2*mib, prop(0), 0, true, 0)
+		h, err := s.Create(2*mib, prop(0), 0, true)
 		require.NoError(t, err)
 		require.NoError(t, s.Map(window+cuda.Ptr(uint64(i)*2*mib), 2*mib, 0, h, 0))
 		handles[i] = h
@@ -256,7 +256,7 @@ func TestUsersMemory(t *testing.T) {
 	require.NoError(t, err)
 	var handles [2]cuda.Handle
 	for i := range handles {
-		h, err := s.Create(2*mib, prop(0), 0, false, 0)
+		h, err := s.Create(2*mib, prop(0), 0, false)
 		require.NoError(t, err)
 		handles[i] = h
 		_, err = s.Reserve(2*mib, 0, 0, 0, h)
@@ -395,7 +395,7 @@ func TestRefusals(t *testing.T) {
 	require.ErrorIs(t, err, ErrPass)
 	require.ErrorIs(t, s.Unmap(nowhere, 4096), ErrPass)
 	require.ErrorIs(t, s.SetAccess(nowhere, 4096, rights(0)), ErrPass)
-	_, err = s.Create(2*mib, prop(7), 0, true, 0)
+	_, err = s.Create(2*mib, prop(7), 0, true)
 	require.Error(t, err, "no such device")
 
 	// After its last reference a handle is invalid, though the memory lives.
@@ -469,38 +469,161 @@ func TestLargeBuffer(t *testing.T) {
 	empty(t, s)
 }
 
+// NCCL allocates all its buffers at one place, so nothing tells which a NIC will be
+// told of: only the slab stays that such a one is in.
 func TestMemoryOfNIC(t *testing.T) {
 	s := newSpace(t, Options{Arena: true})
-	network, other := nccl{Space: s, site: 0x1000}, nccl{Space: s, site: 0x2000}
+	n := nccl{Space: s}
+	arena := offload.NewArena(simtest.Driver())
 	before := simtest.Used(t, 0)
-	first := network.mustAllocate(t, 4*mib)
-	shared := other.mustAllocate(t, 4*mib)
-	s.Keep(first.at+4096, KeepNIC)
+	registered := n.mustAllocate(t, 4*mib)
+	neighbour := n.mustAllocate(t, 4*mib)
+	require.True(t, s.Keep(1, registered.at, registered.size, KeepNIC, false))
+	s.Registered(1, 0x1000)
+	others := []buffer{neighbour}
+	for range 100 {
+		others = append(others, n.mustAllocate(t, 4*mib))
+	}
+	fill(others)
+	simtest.Fill(registered.at, 99, registered.size)
 	_, resident := s.Usage()
 	require.Equal(t, map[string]uint64{KeepNIC: 16 * mib}, resident, "the slab that the registered chunk is in")
+	for range 2 { // also where slabs have been put together
+		_, err := pause(s, arena)
+		require.NoError(t, err)
+		require.True(t, simtest.Holds(registered.at, 99, registered.size), "registered memory stays")
+		require.Equal(t, 16*mib, simtest.Used(t, 0)-before)
+		_, err = resume(s)
+		require.NoError(t, err)
+		filled(t, others)
+	}
 
-	registered := []buffer{network.mustAllocate(t, 2*mib), network.mustAllocate(t, 10*mib)}
-	pausable := make([]buffer, 8)
-	for i := range pausable {
-		pausable[i] = other.mustAllocate(t, 4*mib)
-	}
-	fill(pausable)
-	block := func(b buffer) *block { return s.handles[b.handle].block }
-	require.Same(t, block(registered[0]), block(registered[1]), "a slab of its own")
-	require.NotSame(t, block(first), block(registered[0]))
-	require.Equal(t, KeepNIC, block(registered[0]).mem.keep)
-	for _, b := range pausable {
-		require.NotSame(t, block(registered[0]), block(b))
-	}
-	simtest.Fill(registered[1].at, 99, registered[1].size)
-	_, err := pause(s, offload.NewArena(simtest.Driver()))
+	// What is registered later keeps little more.
+	require.True(t, s.Keep(2, others[60].at, others[60].size, KeepNIC, false))
+	s.Registered(2, 0x2000)
+	_, err := pause(s, arena)
 	require.NoError(t, err)
-	require.True(t, simtest.Holds(registered[1].at, 99, registered[1].size), "registered memory stays")
-	require.Equal(t, 32*mib, simtest.Used(t, 0)-before, "the first slab, and the one of its site's own")
+	require.LessOrEqual(t, simtest.Used(t, 0)-before, 16*mib+littleMemory)
 	_, err = resume(s)
 	require.NoError(t, err)
-	filled(t, pausable)
-	network.mustFree(t, append(append(registered, pausable...), first, shared)...)
+
+	// The name is given to another registration as soon as the first has ended.
+	require.Equal(t, uint64(1), s.Deregister(0x1000))
+	require.True(t, s.Keep(3, registered.at, registered.size, KeepNIC, false))
+	s.Registered(3, 0x1000)
+	s.Registered(1, 0)
+	require.Equal(t, uint64(2), s.Deregister(0x2000))
+	s.Registered(2, 0)
+	_, resident = s.Usage()
+	require.Equal(t, map[string]uint64{KeepNIC: 16 * mib}, resident)
+	require.Equal(t, uint64(3), s.Deregister(0x1000))
+	s.Registered(3, 0)
+	require.Zero(t, s.Deregister(0x1000))
+	_, err = pause(s, arena)
+	require.NoError(t, err)
+	require.Equal(t, before, simtest.Used(t, 0), "what no NIC uses any more is given back")
+	_, err = resume(s)
+	require.NoError(t, err)
+	require.True(t, simtest.Holds(registered.at, 99, registered.size))
+	filled(t, others)
+	n.mustFree(t, append(others, registered)...)
+	empty(t, s)
+	require.Empty(t, s.registered)
+}
+
+// A registration that fails keeps nothing, nor does a dma-buf once NCCL has freed the
+// buffer, or once a registration that took its place has ended.
+func TestWhatEndsAtANIC(t *testing.T) {
+	s := newSpace(t, Options{Arena: true})
+	n := nccl{Space: s}
+	arena := offload.NewArena(simtest.Driver())
+	before := simtest.Used(t, 0)
+	a, b := n.mustAllocate(t, 4*mib), n.mustAllocate(t, 4*mib)
+	keeps := func(want uint64) {
+		t.Helper()
+		_, resident := s.Usage()
+		require.Equal(t, want, resident[KeepNIC]+resident[KeepMulticast])
+	}
+	for _, why := range []string{KeepNIC, KeepMulticast} {
+		require.True(t, s.Keep(1, a.at, a.size, why, false))
+		keeps(16 * mib)
+		s.Registered(1, 0)
+		keeps(0)
+	}
+	require.False(t, s.Keep(2, 0x1000, 4096, KeepNIC, false), "host memory")
+
+	require.True(t, s.Keep(3, a.at, a.size, KeepNIC, true))
+	require.True(t, s.Keep(4, b.at, b.size, KeepNIC, true))
+	require.True(t, s.Keep(5, b.at, b.size, KeepNIC, false))
+	s.Registered(5, 0x5000)
+	n.mustFree(t, a)
+	keeps(16 * mib)
+	s.Registered(s.Deregister(0x5000), 0)
+	keeps(0)
+
+	// A failed binding takes a NIC's registration along as little as that takes a binding.
+	require.True(t, s.Keep(6, b.at, b.size, KeepNIC, false))
+	s.Registered(6, 0x6000)
+	require.True(t, s.Keep(7, b.at, b.size, KeepMulticast, false))
+	s.Registered(7, 0)
+	_, resident := s.Usage()
+	require.Equal(t, map[string]uint64{KeepNIC: 16 * mib}, resident)
+	require.True(t, s.Keep(8, b.at, b.size, KeepMulticast, false))
+	s.Registered(8, 1)
+	s.Registered(s.Deregister(0x6000), 0)
+	_, resident = s.Usage()
+	require.Equal(t, map[string]uint64{KeepMulticast: 16 * mib}, resident)
+	simtest.Fill(b.at, 5, b.size)
+	_, err := pause(s, arena)
+	require.NoError(t, err)
+	require.Equal(t, 16*mib, simtest.Used(t, 0)-before)
+	require.True(t, simtest.Holds(b.at, 5, b.size))
+	_, err = resume(s)
+	require.NoError(t, err)
+	n.mustFree(t, b)
+	empty(t, s)
+}
+
+// The driver says that memory begins where its slab does, where nothing may be in use.
+func TestBaseOfARegionsMemory(t *testing.T) {
+	s := newSpace(t, Options{Arena: true, Region: "weights"})
+	arena := offload.NewArena(simtest.Driver())
+	before := simtest.Used(t, 0)
+	var parts []cuda.Ptr
+	for range 4 {
+		p, err := s.Allocate(4*mib, 0)
+		require.NoError(t, err)
+		parts = append(parts, p)
+	}
+	require.NoError(t, s.Free(parts[0]))
+	base, size := simtest.AddressRange(t, parts[1])
+	require.Equal(t, parts[0], base)
+	require.Equal(t, 16*mib, size)
+	live, known := s.Live(base)
+	require.True(t, live && known)
+	simtest.Fill(parts[1], 3, 4*mib)
+
+	// As a binding does: from the base on, and less than all.
+	require.True(t, s.Keep(1, base, 2*mib, KeepMulticast, false))
+	_, err := pause(s, arena)
+	require.NoError(t, err)
+	require.Equal(t, 16*mib, simtest.Used(t, 0)-before)
+	require.True(t, simtest.Holds(parts[1], 3, 4*mib))
+	_, err = resume(s)
+	require.NoError(t, err)
+	s.Registered(1, 0)
+	_, err = pause(s, arena)
+	require.NoError(t, err)
+	require.Equal(t, before, simtest.Used(t, 0))
+	live, known = s.Live(base)
+	require.True(t, known && !live)
+	_, err = resume(s)
+	require.NoError(t, err)
+	for _, p := range parts[1:] {
+		require.NoError(t, s.Free(p))
+	}
+	_, known = s.Live(base)
+	require.False(t, known)
 	empty(t, s)
 }
 
@@ -509,7 +632,7 @@ func TestMulticastBind(t *testing.T) {
 	driver := simtest.Driver()
 	before := simtest.Used(t, 0)
 	object := simtest.Multicast(t, 2*mib)
-	h, err := s.Create(2*mib, prop(0), 0, true, 0)
+	h, err := s.Create(2*mib, prop(0), 0, true)
 	require.NoError(t, err)
 	require.NoError(t, s.BindMulticast(object, 0, h, 0, 2*mib, 0))
 	require.Equal(t, 2*mib, simtest.Used(t, 0)-before)
@@ -543,7 +666,7 @@ func TestFabricMemory(t *testing.T) {
 	fabric := prop(0)
 	fabric.HandleTypes |= cuda.Fabric
 	before := simtest.Used(t, 0)
-	h, err := s.Create(2*mib, fabric, 0, true, 0)
+	h, err := s.Create(2*mib, fabric, 0, true)
 	require.NoError(t, err)
 	require.Equal(t, 2*mib, simtest.Used(t, 0)-before, "memory at once")
 	_, resident := s.Usage()

@@ -61,11 +61,12 @@ type mapping struct {
 	access []cuda.Access
 }
 
-// maxMemory is how far adjacent slabs are put together: a larger allocation
+// maxMemory is how far adjacent slabs of NCCL's are put together: a larger allocation
 // saves few calls, and can be given back only when all of it is unused.
 const maxMemory = 512 << 20
 
-// littleMemory is how far they are put together whoever maps them. On H200, giving
+// littleMemory is how far they are put together whoever maps them, and the most for a
+// region, whose tensors come and go, and where NICs are used, which keep all of it. On H200, giving
 // access to 64 MB takes 22 to 92 us and to 512 MB 550 to 950; importing a piece takes
 // 80, and 300 and more while four processes do.
 const littleMemory = 64 << 20
@@ -286,6 +287,10 @@ func (s *Space) unsettle(b *block) error {
 // access to much memory costs goes by its size. Little costs by the piece, so that
 // much is put together whoever maps it. mu is held.
 func (s *Space) regroup() {
+	limit := uint64(maxMemory)
+	if s.options.Region != "" || s.network {
+		limit = littleMemory
+	}
 	var blocks []*block
 	for _, b := range s.blocks {
 		if !b.mem.live && b.window != nil {
@@ -298,7 +303,7 @@ func (s *Space) regroup() {
 	for _, b := range blocks {
 		m, others := b.mem, s.peers.Importers(b.id)
 		if last != nil && last.home+cuda.Ptr(last.size) == b.home && last.blocks[0].window == b.window &&
-			last.size+b.size <= maxMemory && (slices.Equal(users, others) || last.size+b.size <= littleMemory) &&
+			last.size+b.size <= limit && (slices.Equal(users, others) || last.size+b.size <= littleMemory) &&
 			last.keep == m.keep && slices.Equal(last.access, m.access) {
 			users = slices.Compact(slices.SortedFunc(slices.Values(slices.Concat(users, others)), peer.ID.Compare))
 			last.blocks = append(last.blocks, b)

@@ -333,3 +333,34 @@ func TestWindowsComeAndGo(t *testing.T) {
 	}
 	empty(t, s)
 }
+
+// What is freed of a region's memory is given back by the slab or two, after a resume as
+// before.
+func TestFreedAfterAResume(t *testing.T) {
+	s := newSpace(t, Options{Arena: true, Region: "weights", Discard: true})
+	before := simtest.Used(t, 0)
+	const count, size = 96, 16 * mib // 1,536 MB, of which 224 MB stay in use
+	var parts []cuda.Ptr
+	for range count {
+		p, err := s.Allocate(size, 0)
+		require.NoError(t, err)
+		parts = append(parts, p)
+	}
+	maps := simtest.Calls(t, "cuMemMap")
+	_, err := pause(s, offload.NewArena(simtest.Driver()))
+	require.NoError(t, err)
+	require.Equal(t, before, simtest.Used(t, 0))
+	_, err = resume(s)
+	require.NoError(t, err)
+	require.LessOrEqual(t, simtest.Calls(t, "cuMemMap")-maps, 32, "slabs are put together")
+	simtest.Fill(parts[count-1], 5, size)
+	for _, p := range parts[:count-14] {
+		require.NoError(t, s.Free(p))
+	}
+	require.LessOrEqual(t, simtest.Used(t, 0)-before, (224+64)*mib)
+	require.True(t, simtest.Holds(parts[count-1], 5, size))
+	for _, p := range parts[count-14:] {
+		require.NoError(t, s.Free(p))
+	}
+	empty(t, s)
+}

@@ -324,7 +324,7 @@ func newWorld(t *testing.T) *world {
 		end()
 	}
 	simtest.On(t, 0)
-	h, err := w.own.Create(2*mib, prop(0), 0, true, 0)
+	h, err := w.own.Create(2*mib, prop(0), 0, true)
 	require.NoError(t, err)
 	for range 2 {
 		p, err := simtest.Driver().Reserve(2*mib, 0, 0, 0)

@@ -75,15 +75,15 @@ func (s *Space) startOf(p cuda.Ptr) (*handle, error) {
 }
 
 // Live tells whether the memory at p is on its device now. known: it is this
-// Space's.
+// Space's, in use or not.
 func (s *Space) Live(p cuda.Ptr) (live, known bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	h, _, _ := s.find(p)
-	if h == nil {
+	list := s.memoryIn(p, 1)
+	if len(list) == 0 {
 		return false, false
 	}
-	return h.block.mem.live, true
+	return list[0].live, true
 }
 
 // ErrNoBackup says that nothing is kept of memory.

@@ -168,7 +168,7 @@ func (s *Space) serve(to peer.Identity, ids []uint64) ([]peer.Memory, error) {
 	for _, id := range ids {
 		b := s.blocks[id]
 		m := b.mem
-		if to.Group != s.peers.Self().Group && m.keep == "" && s.options.Region == "" {
+		if to.Group != s.peers.Self().Group && (m.keep == "" || m.keep == KeepNIC) && s.options.Region == "" {
 			m.keep = KeepGroup
 		}
 		i, known := at[m]

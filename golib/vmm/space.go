@@ -84,10 +84,11 @@ type Space struct {
 	windows    map[class]*window       // that new slabs go to
 	views      map[importKey]*window   // of peers' slabs; the key's number is the window's
 	devices    map[int32]*Device
-	letGos     uint64           // how often peers' memory was let go of: by a pause, or for an owner's
-	ended      []*block         // freed while contents were copied in: Fill discards them
-	stuck      []*block         // ended, but the driver has refused to give the memory back: the next pause tries again
-	nicSites   map[uintptr]bool // where NCCL allocated what it registered with a NIC
+	letGos     uint64         // how often peers' memory was let go of: by a pause, or for an owner's
+	ended      []*block       // freed while contents were copied in: Fill discards them
+	stuck      []*block       // ended, but the driver has refused to give the memory back: the next pause tries again
+	registered []registration // what NICs use now
+	network    bool           // a NIC has used some
 }
 
 type importKey struct {
@@ -127,7 +128,7 @@ func New(driver *cuda.Driver, options Options) *Space {
 		driver: driver, options: options, changed: make(chan struct{}),
 		handles: map[cuda.Handle]*handle{}, blocks: map[uint64]*block{}, imports: map[importKey]*block{}, bringing: map[peer.ID]bool{},
 		windows: map[class]*window{}, views: map[importKey]*window{},
-		slabs: map[class][]*block{}, growing: map[class]chan struct{}{}, devices: map[int32]*Device{}, nicSites: map[uintptr]bool{},
+		slabs: map[class][]*block{}, growing: map[class]chan struct{}{}, devices: map[int32]*Device{},
 	}
 }
 
@@ -246,9 +247,6 @@ func (s *Space) newBlock(c class, size uint64, slab bool, h *handle) error {
 	}
 	b.mem = &memory{prop: c.prop, size: size, home: b.home, blocks: []*block{b}, fd: -1, access: []cuda.Access{
 		{LocationType: cuda.LocationDevice, Location: c.prop.Location, Flags: cuda.ReadWrite}}}
-	if c.nic {
-		b.mem.keep = KeepNIC
-	}
 	if err := s.materialise(b.mem); err != nil {
 		return errors.Join(err, s.unsettle(b))
 	}

@@ -194,7 +194,6 @@ func rights(device int) []cuda.Access {
 type nccl struct {
 	*Space
 	device int
-	site   uintptr
 }
 
 // buffer is what NCCL's allocator made.
@@ -214,7 +213,7 @@ func (n nccl) granularity() uint64 {
 // allocate follows NCCL's allocator.
 func (n nccl) allocate(size uint64) (b buffer, err error) {
 	b.size = roundUp(size, n.granularity())
-	if b.handle, err = n.Create(b.size, prop(n.device), 0, true, n.site); err != nil {
+	if b.handle, err = n.Create(b.size, prop(n.device), 0, true); err != nil {
 		return b, fmt.Errorf("create: %w", err)
 	}
 	if b.at, err = n.reserve(b.size, n.granularity(), 0, b.handle); err != nil {

@@ -263,23 +263,31 @@ def test_what_a_nic_has_registered_stays(arena: str) -> None:
         memory(group, [0, 0])
 
 
-def test_a_nics_memory_gets_slabs_of_its_own() -> None:
-    """From the second communicator on, nothing else stays with what the NIC has registered."""
+def test_what_a_nic_has_registered_keeps_little_else() -> None:
+    """Only the slabs stay in which it is, and no longer than the registration does."""
     with ranks(2, NET) as group:
         group.init(ncomm=1)
         right(group)
-        first = [resident(stats)["nic"] for stats in group.all("stats")]
+        one = [resident(stats)["nic"] for stats in group.all("stats")]
         for number in (1, 2):
             group.comm_init()
             right(group, comm=number)
         group.all("pause")
-        for before, stats in zip(first, group.all("stats")):
+        for alone, stats in zip(one, group.all("stats")):
             counted(stats)
-            assert resident(stats)["nic"] - before <= 16 * MIB
+            assert resident(stats)["nic"] <= 3 * alone
             assert stats["paused_bytes"] >= 16 * MIB, "peers' buffers of three communicators are given back"
         group.all("resume")
         for number in range(3):
             right(group, comm=number)
+        for number in (0, 2):
+            group.all("destroy", comm=number)
+        assert [resident(stats)["nic"] for stats in group.all("stats")] == one
+        right(group, comm=1)
+        group.all("pause")
+        memory(group, one)
+        group.all("resume")
+        right(group, comm=1)
 
 
 # ---- nothing grows ----

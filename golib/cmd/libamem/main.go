@@ -123,9 +123,9 @@ func guardCall(r any, call string, answer C.CUresult) C.CUresult {
 
 //export amemCreate
 func amemCreate(handle *C.CUmemGenericAllocationHandle, size C.size_t, prop *C.CUmemAllocationProp, flags C.ulonglong,
-	own C.int, site C.uintptr_t) (r C.CUresult) {
+	own C.int) (r C.CUresult) {
 	defer func() { r = guardCall(recover(), "cuMemCreate", r) }()
-	h, err := current.Space().Create(uint64(size), cuda.PropFromC(unsafe.Pointer(prop)), uint64(flags), own != 0, uintptr(site))
+	h, err := current.Space().Create(uint64(size), cuda.PropFromC(unsafe.Pointer(prop)), uint64(flags), own != 0)
 	if err == nil {
 		*handle = C.CUmemGenericAllocationHandle(h)
 	}
@@ -247,13 +247,25 @@ func amemArrived() (r C.CUresult) {
 }
 
 //export amemKeep
-func amemKeep(ptr C.CUdeviceptr, _ C.size_t, why C.int) {
+func amemKeep(ptr C.CUdeviceptr, size C.size_t, why C.int) C.uint64_t {
 	defer func() { guardCall(recover(), "keep", 0) }()
 	reason := vmm.KeepNIC
 	if why == C.AMEM_KEEP_MULTICAST {
 		reason = vmm.KeepMulticast
 	}
-	current.Keep(cuda.Ptr(ptr), reason)
+	return C.uint64_t(current.Keep(cuda.Ptr(ptr), uint64(size), reason, why == C.AMEM_KEEP_BUFFER))
+}
+
+//export amemRegistered
+func amemRegistered(kept C.uint64_t, registration C.uintptr_t) {
+	defer func() { guardCall(recover(), "registered", 0) }()
+	current.Registered(uint64(kept), uintptr(registration))
+}
+
+//export amemDeregister
+func amemDeregister(registration C.uintptr_t) C.uint64_t {
+	defer func() { guardCall(recover(), "deregister", 0) }()
+	return C.uint64_t(current.Deregister(uintptr(registration)))
 }
 
 //export amemPause

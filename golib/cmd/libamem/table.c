@@ -33,7 +33,9 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->import_handle = import_handle;
     core->bind_multicast = amemBindMulticast;
     core->arrived = amemArrived;
-    core->keep = amemKeep;
+    core->keep = (void *)amemKeep;
+    core->registered = (void *)amemRegistered;
+    core->deregister = (void *)amemDeregister;
     core->pause = (void *)amemPause;
     core->resume = (void *)amemResume;
     core->state = (void *)amemState;
