@@ -4,7 +4,7 @@
  * NCCL's own suspension (2.29.7 and later) gives the memory back that amem
  * manages. The two must not both: while amem manages it, suspension is refused.
  *
- * What is registered with a NIC, or pinned for GDRCopy, must stay where it is.
+ * What is registered with a NIC, or pinned for GDRCopy, must stay where it is until that ends.
  * libnccl looks these functions up, but its network plug-ins, and programs that
  * transfer tensors, are linked with them.
  *
@@ -136,51 +136,83 @@ void divert_nccl(const struct object *object) {
 /* ---- registration with a NIC, and for GDRCopy ---- */
 
 static void *verbs_reg_mr[COPIES], *verbs_reg_mr_iova[COPIES], *verbs_reg_mr_iova2[COPIES], *verbs_reg_dmabuf[COPIES];
-static void *mlx5_reg_dmabuf[COPIES], *gdr_pin[COPIES], *gdr_pin_v2[COPIES];
+static void *verbs_dereg_mr[COPIES], *mlx5_reg_dmabuf[COPIES], *gdr_pin[COPIES], *gdr_pin_v2[COPIES], *gdr_unpin[COPIES];
 
-/* The pages stay registered for as long as the caller likes: such memory must not move. */
-static void keep(uint64_t addr, size_t length) {
-    const struct amem_core *core = core_loaded();
-    if (core) core->keep(addr, length, AMEM_KEEP_NIC);
-}
+/* The real function of a copy, and how it is called. */
+#define REAL(function, n, result, ...) ((result(*)(__VA_ARGS__))function[n])
 
-/* A DMA-BUF's memory is known by the address that the NIC will know it by, which is the memory's own where libraries register. */
-#define REGISTRATION_COPY(n)                                                                                       \
-    static void *reg_mr_##n(void *pd, void *addr, size_t length, int access) {                                     \
-        keep((uintptr_t)addr, length);                                                                             \
-        return ((void *(*)(void *, void *, size_t, int))verbs_reg_mr[n])(pd, addr, length, access);                \
-    }                                                                                                              \
-    static void *reg_mr_iova_##n(void *pd, void *addr, size_t length, uint64_t iova, int access) {                 \
-        keep((uintptr_t)addr, length);                                                                             \
-        return ((void *(*)(void *, void *, size_t, uint64_t, int))verbs_reg_mr_iova[n])(pd, addr, length, iova,    \
-                                                                                        access);                   \
-    }                                                                                                              \
-    static void *reg_mr_iova2_##n(void *pd, void *addr, size_t length, uint64_t iova, unsigned access) {           \
-        keep((uintptr_t)addr, length);                                                                             \
-        return ((void *(*)(void *, void *, size_t, uint64_t, unsigned))verbs_reg_mr_iova2[n])(pd, addr, length,    \
-                                                                                              iova, access);       \
-    }                                                                                                              \
-    static void *reg_dmabuf_##n(void *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {     \
-        keep(iova, length);                                                                                        \
-        return ((void *(*)(void *, uint64_t, size_t, uint64_t, int, int))verbs_reg_dmabuf[n])(pd, offset, length,  \
-                                                                                              iova, fd, access);   \
-    }                                                                                                              \
-    static void *reg_dmabuf_mlx5_##n(void *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access,  \
-                                     int mlx5_access) {                                                            \
-        keep(iova, length);                                                                                        \
-        return ((void *(*)(void *, uint64_t, size_t, uint64_t, int, int, int))mlx5_reg_dmabuf[n])(                 \
-            pd, offset, length, iova, fd, access, mlx5_access);                                                    \
-    }                                                                                                              \
-    static int pin_##n(void *gdr, unsigned long addr, size_t size, uint64_t token, uint32_t space, void *handle) { \
-        keep(addr, size);                                                                                          \
-        return ((int (*)(void *, unsigned long, size_t, uint64_t, uint32_t, void *))gdr_pin[n])(gdr, addr, size,   \
-                                                                                                token, space,      \
-                                                                                                handle);           \
-    }                                                                                                              \
-    static int pin_v2_##n(void *gdr, unsigned long addr, size_t size, uint32_t flags, void *handle) {              \
-        keep(addr, size);                                                                                          \
-        return ((int (*)(void *, unsigned long, size_t, uint32_t, void *))gdr_pin_v2[n])(gdr, addr, size, flags,   \
-                                                                                         handle);                  \
+/* Registers memory at an address, by a call that answers a struct ibv_mr *. */
+#define REGISTER(addr, length, call)                                             \
+    do {                                                                         \
+        uint64_t kept = driver_keep((uintptr_t)(addr), length, AMEM_KEEP_NIC);   \
+        void *mr = call;                                                         \
+        driver_registered(kept, (uintptr_t)mr);                                  \
+        return mr;                                                               \
+    } while (0)
+
+/* The same, by a call that answers 0, and the registration in *handle. */
+#define PIN(addr, size, call)                                                    \
+    do {                                                                         \
+        uint64_t kept = driver_keep(addr, size, AMEM_KEEP_NIC);                  \
+        int failed = call;                                                       \
+        driver_registered(kept, failed ? 0 : *handle);                           \
+        return failed;                                                           \
+    } while (0)
+
+/* Ends a registration, by a call that answers 0. */
+#define UNREGISTER(registration, call)                                           \
+    do {                                                                         \
+        uint64_t kept = driver_deregister((uintptr_t)(registration));            \
+        int failed = call;                                                       \
+        driver_registered(kept, failed ? (uintptr_t)(registration) : 0);         \
+        return failed;                                                           \
+    } while (0)
+
+/*
+ * A dma-buf's memory is known by the address that the NIC will know it by: NCCL, and
+ * the libraries that its plug-ins use, let that be the memory's own.
+ */
+#define REGISTRATION_COPY(n)                                                                                          \
+    static void *reg_mr_##n(void *pd, void *addr, size_t length, int access) {                                        \
+        REGISTER(addr, length,                                                                                        \
+                 REAL(verbs_reg_mr, n, void *, void *, void *, size_t, int)(pd, addr, length, access));               \
+    }                                                                                                                 \
+    static void *reg_mr_iova_##n(void *pd, void *addr, size_t length, uint64_t iova, int access) {                    \
+        REGISTER(addr, length,                                                                                        \
+                 REAL(verbs_reg_mr_iova, n, void *, void *, void *, size_t, uint64_t, int)(pd, addr, length, iova,    \
+                                                                                           access));                  \
+    }                                                                                                                 \
+    static void *reg_mr_iova2_##n(void *pd, void *addr, size_t length, uint64_t iova, unsigned access) {              \
+        REGISTER(addr, length,                                                                                        \
+                 REAL(verbs_reg_mr_iova2, n, void *, void *, void *, size_t, uint64_t, unsigned)(pd, addr, length,    \
+                                                                                                 iova, access));      \
+    }                                                                                                                 \
+    static void *reg_dmabuf_##n(void *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {        \
+        REGISTER(iova, length,                                                                                        \
+                 REAL(verbs_reg_dmabuf, n, void *, void *, uint64_t, size_t, uint64_t, int, int)(pd, offset, length,  \
+                                                                                                 iova, fd, access));  \
+    }                                                                                                                 \
+    static void *reg_dmabuf_mlx5_##n(void *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access,     \
+                                     int mlx5_access) {                                                               \
+        REGISTER(iova, length,                                                                                        \
+                 REAL(mlx5_reg_dmabuf, n, void *, void *, uint64_t, size_t, uint64_t, int, int, int)(                 \
+                     pd, offset, length, iova, fd, access, mlx5_access));                                             \
+    }                                                                                                                 \
+    static int dereg_mr_##n(void *mr) { UNREGISTER(mr, REAL(verbs_dereg_mr, n, int, void *)(mr)); }                   \
+    static int pin_##n(void *gdr, unsigned long addr, size_t size, uint64_t token, uint32_t space,                    \
+                       unsigned long *handle) {                                                                       \
+        PIN(addr, size,                                                                                               \
+            REAL(gdr_pin, n, int, void *, unsigned long, size_t, uint64_t, uint32_t, unsigned long *)(                \
+                gdr, addr, size, token, space, handle));                                                              \
+    }                                                                                                                 \
+    static int pin_v2_##n(void *gdr, unsigned long addr, size_t size, uint32_t flags, unsigned long *handle) {        \
+        PIN(addr, size,                                                                                               \
+            REAL(gdr_pin_v2, n, int, void *, unsigned long, size_t, uint32_t, unsigned long *)(gdr, addr, size,       \
+                                                                                               flags, handle));       \
+    }                                                                                                                 \
+    /* gdr_mh_t is a structure of one unsigned long, which is passed as that is. */                                   \
+    static int unpin_##n(void *gdr, unsigned long handle) {                                                           \
+        UNREGISTER(handle, REAL(gdr_unpin, n, int, void *, unsigned long)(gdr, handle));                              \
     }
 EACH_COPY(REGISTRATION_COPY)
 
@@ -189,17 +221,20 @@ static const struct function registration[] = {
     {"ibv_reg_mr_iova", WRAPPERS(reg_mr_iova), verbs_reg_mr_iova},
     {"ibv_reg_mr_iova2", WRAPPERS(reg_mr_iova2), verbs_reg_mr_iova2},
     {"ibv_reg_dmabuf_mr", WRAPPERS(reg_dmabuf), verbs_reg_dmabuf},
+    {"ibv_dereg_mr", WRAPPERS(dereg_mr), verbs_dereg_mr},
     {"mlx5dv_reg_dmabuf_mr", WRAPPERS(reg_dmabuf_mlx5), mlx5_reg_dmabuf},
     {"gdr_pin_buffer", WRAPPERS(pin), gdr_pin},
     {"gdr_pin_buffer_v2", WRAPPERS(pin_v2), gdr_pin_v2},
+    {"gdr_unpin_buffer", WRAPPERS(unpin), gdr_unpin},
 };
 enum { REGISTRATION = sizeof registration / sizeof *registration };
 
-bool divert_is_ours(void *function) {
+/* Where a symbol table could not be written, NCCL at least gets the wrapper. */
+void *divert_lookup(void *function) {
     for (int i = 0; i < REGISTRATION; i++)
         for (int k = 0; k < COPIES; k++)
-            if (registration[i].wrappers[k] == function) return true;
-    return false;
+            if (function && registration[i].real[k] == function) return registration[i].wrappers[k];
+    return function;
 }
 
 /* Wheels add to the names of the libraries that they bring. */

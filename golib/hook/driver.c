@@ -177,24 +177,26 @@ static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *sharea
     return result;
 }
 
-/*
- * Notes that memory must stay where it is, before it is registered; registered()
- * follows with the registration, or NULL where it has failed.
- */
-static uint64_t keep(CUdeviceptr ptr, size_t size, int why) {
+uint64_t driver_keep(CUdeviceptr ptr, size_t size, int why) {
     const struct amem_core *core = core_loaded();
     return core ? core->keep(ptr, size, why) : 0;
 }
 
-static void registered(uint64_t kept, const void *registration) {
-    if (kept) core_loaded()->registered(kept, (uintptr_t)registration);
+void driver_registered(uint64_t kept, uintptr_t registration) {
+    const struct amem_core *core = kept ? core_loaded() : NULL;
+    if (core) core->registered(kept, registration);
+}
+
+uint64_t driver_deregister(uintptr_t registration) {
+    const struct amem_core *core = core_loaded();
+    return core ? core->deregister(registration) : 0;
 }
 
 static CUresult handle_for_address_range(void *handle, CUdeviceptr ptr, size_t size, CUmemRangeHandleType type,
                                          unsigned long long flags) {
-    uint64_t kept = keep(ptr, size, AMEM_KEEP_BUFFER);
+    uint64_t kept = driver_keep(ptr, size, AMEM_KEEP_BUFFER);
     CUresult result = real.MemGetHandleForAddressRange(handle, ptr, size, type, flags);
-    if (result) registered(kept, NULL);
+    if (result) driver_registered(kept, 0);
     return result;
 }
 
@@ -208,9 +210,9 @@ static CUresult multicast_bind_mem(CUmemGenericAllocationHandle multicast, size_
 
 static CUresult multicast_bind_addr(CUmemGenericAllocationHandle multicast, size_t offset, CUdeviceptr ptr,
                                     size_t size, unsigned long long flags) {
-    uint64_t kept = keep(ptr, size, AMEM_KEEP_MULTICAST);
+    uint64_t kept = driver_keep(ptr, size, AMEM_KEEP_MULTICAST);
     CUresult result = real.MulticastBindAddr(multicast, offset, ptr, size, flags);
-    registered(kept, result ? NULL : &kept);
+    driver_registered(kept, result ? 0 : (uintptr_t)&kept);
     return result;
 }
 
@@ -348,51 +350,9 @@ static CUresult get_proc_address_v2(const char *symbol, void **function, int ver
     return result;
 }
 
-/* The NIC keeps the pages of what is registered with it: such memory must not move, until that has ended. */
-static struct {
-    void *(*reg_mr)(void *, void *, size_t, int);
-    void *(*reg_mr_iova2)(void *, void *, size_t, uint64_t, unsigned int);
-    void *(*reg_dmabuf_mr)(void *, uint64_t, size_t, uint64_t, int, int);
-    int (*dereg_mr)(void *);
-} ibv;
-
-static void *ibv_reg_mr(void *pd, void *addr, size_t length, int access) {
-    uint64_t kept = keep((CUdeviceptr)(uintptr_t)addr, length, AMEM_KEEP_NIC);
-    void *mr = ibv.reg_mr(pd, addr, length, access);
-    registered(kept, mr);
-    return mr;
-}
-
-static void *ibv_reg_mr_iova2(void *pd, void *addr, size_t length, uint64_t iova, unsigned int access) {
-    uint64_t kept = keep((CUdeviceptr)(uintptr_t)addr, length, AMEM_KEEP_NIC);
-    void *mr = ibv.reg_mr_iova2(pd, addr, length, iova, access);
-    registered(kept, mr);
-    return mr;
-}
-
-/* iova: NCCL lets the NIC use the addresses that the device does (net_ib.cc). */
-static void *ibv_reg_dmabuf_mr(void *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
-    uint64_t kept = keep(iova, length, AMEM_KEEP_NIC);
-    void *mr = ibv.reg_dmabuf_mr(pd, offset, length, iova, fd, access);
-    registered(kept, mr);
-    return mr;
-}
-
-static int ibv_dereg_mr(void *mr) {
-    const struct amem_core *core = core_loaded();
-    uint64_t kept = core ? core->deregister((uintptr_t)mr) : 0;
-    int result = ibv.dereg_mr(mr);
-    registered(kept, result ? mr : NULL);
-    return result;
-}
-
 static void *wrap_lookup(const char *name, void *function) {
-    if (!function || divert_is_ours(function)) return function;
-    if (!strcmp(name, "ibv_reg_mr")) return store(&ibv.reg_mr, function, (void *)ibv_reg_mr);
-    if (!strcmp(name, "ibv_reg_mr_iova2")) return store(&ibv.reg_mr_iova2, function, (void *)ibv_reg_mr_iova2);
-    if (!strcmp(name, "ibv_reg_dmabuf_mr")) return store(&ibv.reg_dmabuf_mr, function, (void *)ibv_reg_dmabuf_mr);
-    if (!strcmp(name, "ibv_dereg_mr")) return store(&ibv.dereg_mr, function, (void *)ibv_dereg_mr);
-    if (strncmp(name, "cu", 2) || core_forked()) return function;
+    if (!function) return NULL;
+    if (strncmp(name, "cu", 2) || core_forked()) return divert_lookup(function);
     if (!strcmp(name, "cuGetProcAddress_v2")) return wrap("cuGetProcAddress", function, 12000, 0);
     if (!strcmp(name, "cuMemGetAddressRange_v2")) return wrap("cuMemGetAddressRange", function, 0, 0);
     return wrap(name, function, 0, 0);

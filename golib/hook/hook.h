@@ -60,7 +60,7 @@ bool elf_holds(const struct object *object, void *const *values, int n);
 void divert_nccl(const struct object *object);     /* NCCL's own suspension */
 bool divert_registers(const struct object *object); /* whether this library registers memory with a device */
 void divert_registration(const struct object *object);
-bool divert_is_ours(void *function);                /* it is a function that registrations lead to */
+void *divert_lookup(void *function);               /* what libnccl gets where it has looked the function up */
 
 /* watch.c: finds libnccl, now or when it is loaded. */
 amem_status watch_start(char *text);
@@ -80,6 +80,14 @@ int driver_entry_point_by_version(const char *symbol, void **function, unsigned 
 void *driver_runtime_function(const char *name);
 /* What NCCL gets in place of the driver's function of this name. */
 void *driver_wrap(const char *name, void *function);
+/*
+ * Memory is about to be registered, and must stay where it is: driver_registered()
+ * follows, with the registration, or 0 where it has failed. A registration is about
+ * to end: then it follows with 0, or the registration where it has not.
+ */
+uint64_t driver_keep(CUdeviceptr ptr, size_t size, int why);
+uint64_t driver_deregister(uintptr_t registration);
+void driver_registered(uint64_t kept, uintptr_t registration);
 /* One of AMEM_GUARD_*; set by the core. */
 extern int driver_guard;
 /* How many launches of NCCL's are under way. */

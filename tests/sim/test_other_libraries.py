@@ -175,21 +175,32 @@ PLUGIN = """
 #include <stdint.h>
 void *ibv_reg_mr(void *, void *, size_t, int), *ibv_reg_mr_iova2(void *, void *, size_t, uint64_t, unsigned);
 void *ibv_reg_dmabuf_mr(void *, uint64_t, size_t, uint64_t, int, int);
-int gdr_pin_buffer(void *, unsigned long, size_t, uint64_t, uint32_t, void *);
-int gdr_pin_buffer_v2(void *, unsigned long, size_t, uint32_t, void *);
-int reg_mr(void *at, size_t size) { return ibv_reg_mr(0, at, size, 0) != 0; }
-int reg_mr_iova2(void *at, size_t size) { return ibv_reg_mr_iova2(0, at, size, 0, 0) != 0; }
-int reg_dmabuf_mr(void *at, size_t size) { return ibv_reg_dmabuf_mr(0, 0, size, (uintptr_t)at, 0, 0) != 0; }
-int pin_buffer(void *at, size_t size) { return gdr_pin_buffer(0, (uintptr_t)at, size, 3, 4, 0) == 34; }
-int pin_buffer_v2(void *at, size_t size) { return gdr_pin_buffer_v2(0, (uintptr_t)at, size, 5, 0) == 5; }
+int ibv_dereg_mr(void *);
+typedef struct { unsigned long h; } handle;
+int gdr_pin_buffer(void *, unsigned long, size_t, uint64_t, uint32_t, handle *);
+int gdr_pin_buffer_v2(void *, unsigned long, size_t, uint32_t, handle *);
+int gdr_unpin_buffer(void *, handle);
+static void *mr;
+static handle pinned;
+int reg_mr(void *at, size_t size) { return (mr = ibv_reg_mr(0, at, size, 0)) != 0; }
+int reg_mr_iova2(void *at, size_t size) { return (mr = ibv_reg_mr_iova2(0, at, size, 0, 0)) != 0; }
+int reg_dmabuf_mr(void *at, size_t size) { return (mr = ibv_reg_dmabuf_mr(0, 0, size, (uintptr_t)at, 0, 0)) != 0; }
+int pin_buffer(void *at, size_t size) { return !gdr_pin_buffer(0, (uintptr_t)at, size, 3, 4, &pinned); }
+int pin_buffer_v2(void *at, size_t size) { return !gdr_pin_buffer_v2(0, (uintptr_t)at, size, 5, &pinned); }
+int end(void) { return mr ? ibv_dereg_mr(mr) : gdr_unpin_buffer(0, pinned); }
 """
+# Arguments that come through changed are an error.
 GDRCOPY = """
 #include <stddef.h>
 #include <stdint.h>
-int gdr_pin_buffer(void *g, unsigned long at, size_t size, uint64_t token, uint32_t space, void *h) {
-    return 10 * token + space;
+typedef struct { unsigned long h; } handle;
+int gdr_pin_buffer(void *g, unsigned long at, size_t size, uint64_t token, uint32_t space, handle *h) {
+    return h->h = 77, token != 3 || space != 4;
 }
-int gdr_pin_buffer_v2(void *g, unsigned long at, size_t size, uint32_t flags, void *h) { return flags; }
+int gdr_pin_buffer_v2(void *g, unsigned long at, size_t size, uint32_t flags, handle *h) {
+    return h->h = 78, flags != 5;
+}
+int gdr_unpin_buffer(void *g, handle h) { return h.h != 77 && h.h != 78; }
 """
 # Regions of the program's own.
 REGION = """
@@ -220,14 +231,13 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_verbs
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_a_plug_in_registers_stays(tmp_path: Path, plugin: Path, function: str, when: str) -> None:
+def test_what_a_plug_in_registers_stays_until_that_ends(tmp_path: Path, plugin: Path, function: str, when: str) -> None:
     load = f"plugin = ctypes.CDLL({str(plugin / 'libnccl-net.so')!r})\n    "
     body = f"""
     {load if when == "before" else ""}
     registered, other = region(b"registered"), region(b"other")
     {load if when == "after" else ""}
     assert plugin.{function}(ctypes.c_void_p(registered), ctypes.c_size_t(40 * MIB)) == 1
-    assert plugin.{function}(ctypes.c_void_p(id(plugin)), ctypes.c_size_t(8)) == 1  # the host's is nobody's business
     byte, at = ctypes.c_ubyte(7), ctypes.c_uint64(registered + 20 * MIB)
     assert cuda.cuMemcpyHtoD_v2(at, ctypes.byref(byte), ctypes.c_size_t(1)) == 0
     assert library.amem_pause(None) == 0
@@ -236,8 +246,15 @@ def test_what_a_plug_in_registers_stays(tmp_path: Path, plugin: Path, function: 
     print(byte.value, device.used_bytes() >= 40 * MIB, device.used_bytes() < 80 * MIB)
     resident = {{r["tag"]: sum(r["resident"].values()) for r in amem.stats()["regions"]}}
     print(resident["registered"] >= 40 * MIB, resident["other"])
+    assert library.amem_resume(None) == 0
+    assert plugin.end() == 0
+    assert library.amem_pause(None) == 0
+    print(device.used_bytes())
+    assert plugin.{function}(ctypes.c_void_p(id(plugin)), ctypes.c_size_t(8)) == 1  # the host's is nobody's business
+    assert plugin.end() == 0
     """
-    assert script(tmp_path, REGION + textwrap.dedent(body)) == ["7 True True", "True 0"]
+    lines = script(tmp_path, REGION + textwrap.dedent(body))
+    assert lines == ["7 True True", "True 0", "0"], "it stays while it is registered, and no longer"
 
 
 @needs_verbs
