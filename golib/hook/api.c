@@ -146,6 +146,10 @@ static const struct amem_core *need_core(const char *tags, amem_status *status) 
         return NULL;
     }
     if (core && (enabled || !nccl)) return core; /* regions need no amem_enable */
+    if (!core && (*status = core_failure(text)) != AMEM_OK) {
+        api_fail(*status, text);
+        return NULL;
+    }
     const char *why = enabled ? NULL : failure;
     if (why) {
         snprintf(text, sizeof text, "amem could not be enabled in this process: %.900s", why);
@@ -160,10 +164,6 @@ static const struct amem_core *need_core(const char *tags, amem_status *status) 
         *status = api_fail(AMEM_ERROR_NOT_ENABLED,
                        "amem is not enabled in this process: call amem.enable(), or set AMEM_ENABLE=1 in the "
                        "environment, before the first NCCL communicator");
-        return NULL;
-    }
-    if ((*status = core_failure(text)) != AMEM_OK) {
-        api_fail(*status, text);
         return NULL;
     }
     watch_start(text); /* libnccl may have come by a way that the watch does not see */
@@ -217,7 +217,7 @@ PUBLIC amem_status amem_free_host_memory(const char *tags) {
 PUBLIC amem_state_t amem_state(void) {
     const struct amem_core *core = core_loaded();
     if (core) return (amem_state_t)core->state("");
-    return enabled && !core_forked() ? AMEM_STATE_WAITING : AMEM_STATE_OFF;
+    return enabled && !core_forked() && core_failure(NULL) == AMEM_OK ? AMEM_STATE_WAITING : AMEM_STATE_OFF;
 }
 
 PUBLIC amem_state_t amem_tag_state(const char *tag) {

@@ -69,6 +69,12 @@ static struct {
     CUresult result = core ? core->core_call : AMEM_PASS;   \
     return result == AMEM_PASS ? real.driver_call : result
 
+/* The same for a virtual handle, which the driver must never see. */
+#define CORE_OF_HANDLE(core_call)                           \
+    const struct amem_core *core = core_loaded();           \
+    CUresult result = core ? core->core_call : AMEM_PASS;   \
+    return result == AMEM_PASS ? CUDA_ERROR_INVALID_VALUE : result
+
 static CUresult granularity(size_t *bytes, const CUmemAllocationProp *prop, CUmemAllocationGranularity_flags flag) {
     CUresult result = real.MemGetAllocationGranularity(bytes, prop, flag);
     const struct amem_core *core = core_loaded();
@@ -102,7 +108,7 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
 static CUresult release(CUmemGenericAllocationHandle handle) {
     if (pending == handle) pending = 0;
     if (!is_virtual(handle)) return real.MemRelease(handle);
-    CORE_OR_DRIVER(release(handle), MemRelease(handle));
+    CORE_OF_HANDLE(release(handle));
 }
 
 static CUresult retain(CUmemGenericAllocationHandle *handle, void *addr) {
@@ -124,7 +130,7 @@ static CUresult address_free(CUdeviceptr ptr, size_t size) {
 static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
                     unsigned long long flags) {
     if (!is_virtual(handle)) return real.MemMap(ptr, size, offset, handle, flags);
-    CORE_OR_DRIVER(map(ptr, size, offset, handle, flags), MemMap(ptr, size, offset, handle, flags));
+    CORE_OF_HANDLE(map(ptr, size, offset, handle, flags));
 }
 
 static CUresult unmap(CUdeviceptr ptr, size_t size) { CORE_OR_DRIVER(unmap(ptr, size), MemUnmap(ptr, size)); }
@@ -150,8 +156,7 @@ static CUresult properties(CUmemAllocationProp *prop, CUmemGenericAllocationHand
 static CUresult export_handle(void *shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
                               unsigned long long flags) {
     if (!is_virtual(handle)) return real.MemExportToShareableHandle(shareable, handle, type, flags);
-    CORE_OR_DRIVER(export_handle(shareable, handle, type, flags),
-                   MemExportToShareableHandle(shareable, handle, type, flags));
+    CORE_OF_HANDLE(export_handle(shareable, handle, type, flags));
 }
 
 static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *shareable, CUmemAllocationHandleType type) {
@@ -204,8 +209,7 @@ static CUresult multicast_bind_mem(CUmemGenericAllocationHandle multicast, size_
                                    CUmemGenericAllocationHandle handle, size_t offset, size_t size,
                                    unsigned long long flags) {
     if (!is_virtual(handle)) return real.MulticastBindMem(multicast, multicast_offset, handle, offset, size, flags);
-    CORE_OR_DRIVER(bind_multicast(multicast, multicast_offset, handle, offset, size, flags),
-                   MulticastBindMem(multicast, multicast_offset, handle, offset, size, flags));
+    CORE_OF_HANDLE(bind_multicast(multicast, multicast_offset, handle, offset, size, flags));
 }
 
 static CUresult multicast_bind_addr(CUmemGenericAllocationHandle multicast, size_t offset, CUdeviceptr ptr,

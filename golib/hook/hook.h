@@ -95,8 +95,8 @@ extern int driver_launches;
 
 /* core.c: libamem_nccl.so, loaded when NCCL first asks for the driver. */
 const struct amem_core *core_load(void); /* loads it on the first call; NULL on failure */
-const struct amem_core *core_loaded(void); /* NULL before core_load, after a failure, and in a forked child */
-amem_status core_failure(char *text);    /* why core_load failed, or AMEM_OK */
+const struct amem_core *core_loaded(void); /* NULL before core_load, after a failure of it or in it, and in a forked child */
+amem_status core_failure(char *text);    /* why there is no core though it was to be loaded, or AMEM_OK */
 bool core_forked(void);
 
 /* runtime.c: the CUDA runtime's functions for regions' memory, in the slots of one of PyTorch's libraries. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import LIB, MIB, SIM, environment, failure, needs_libraries, python, ranks, right
+from harness import LIB, MIB, ROOT, SIM, environment, failure, needs_libraries, python, ranks, right, run
 
 pytestmark = needs_libraries
 
@@ -452,6 +453,81 @@ def test_the_core_is_of_another_release(tmp_path: Path, abi: str, version: str) 
     source = ANOTHER_CORE.replace("ABI", abi).replace("VERSION", f'"{version}"')
     error = expect_core_error(tmp_path, libraries(tmp_path / "lib", core=source))
     assert f"is of release {version}" in error
+
+
+# A core that stops: a panic of the real one calls broken(), and answers an internal error.
+BROKEN_CORE = r"""
+#include <string.h>
+#include "core.h"
+static void (*broken)(const char *);
+static int calls;
+static int pause_(const char *tags, char *text) {
+    (void)tags;
+    if (++calls == 1) return 0;
+    broken("index out of range");
+    strcpy(text, "internal error: index out of range");
+    return 15;
+}
+static int state(const char *tag) { return (void)tag, 2; }
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+                       unsigned long long flags, int own) {
+    (void)size, (void)prop, (void)flags, (void)own;
+    *handle = AMEM_HANDLE_TAG | 1;
+    return 0;
+}
+int amem_core_init(const struct amem_host *host, struct amem_core *core, char *text) {
+    (void)text;
+    broken = host->broken;
+    core->abi = AMEM_CORE_ABI, core->version = host->version;
+    core->pause = pause_, core->resume = pause_, core->state = state, core->create = create;
+    return 0;
+}
+"""
+
+
+def test_a_core_that_has_stopped_is_not_called_again(tmp_path: Path) -> None:
+    """Else the next call may wait for a lock for ever. The driver never sees a virtual handle."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    shutil.copy(LIB / "libamem_hook.so", folder)
+    (folder / "core.c").write_text(BROKEN_CORE)
+    run(
+        ["gcc", "-shared", "-fPIC", f"-I{ROOT}/golib/hook", "-o", f"{folder}/libamem_nccl.so", f"{folder}/core.c"],
+        os.environ,
+    )
+    body = """
+    from amem import _library
+    library = _library.load()
+    library.amem_hook_driver_table.restype = ctypes.c_void_p
+    cuda = ctypes.CDLL("libcuda.so.1")
+    seen = []
+
+    def real(name, *arguments):
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+        function = kind(lambda *given: seen.append(name) or 0)
+        seen.append(function)  # it must live
+        address = ctypes.cast(function, ctypes.c_void_p)
+        return kind(library.amem_hook_driver_table(name.encode(), address))
+
+    handle, size = ctypes.c_uint64(), ctypes.c_size_t(4096)
+    create = real("cuMemCreate", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint64)
+    release = real("cuMemRelease", ctypes.c_uint64)
+    export = real("cuMemExportToShareableHandle", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64)
+    property = (ctypes.c_int * 8)(1, 0, 1)  # pinned, of a device
+    assert create(ctypes.addressof(handle), 4096, ctypes.addressof(property), 0) == 0 and handle.value >> 48 == 0xA3E0
+    amem.enable()
+    for _ in range(3):
+        raised(lambda: library.amem_pause(None) and amem._library.check(library, "pause", library.amem_pause(None)))
+    print(amem.state().name)
+    print(release(handle), export(None, handle, 1, 0), [name for name in seen if isinstance(name, str)])
+    """
+    first, second, third, state, handles = script(tmp_path, body, AMEM_LIBRARY_DIR=str(folder))
+    assert first == "no error"
+    for error in (second, third):
+        assert error.startswith("InternalError: amem has stopped after an internal error (index out of range)")
+        assert "end this process" in error
+    assert state == "OFF"
+    assert handles == "1 1 []"  # CUDA_ERROR_INVALID_VALUE
 
 
 # ---- fork ----
