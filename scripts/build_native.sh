@@ -3,8 +3,8 @@
 #
 #   scripts/build_native.sh OUTDIR
 #
-# OUTDIR/lib/libamem_hook.so, OUTDIR/lib/libamem_nccl.so, OUTDIR/include/amem.h,
-# and for tests and the demonstration OUTDIR/sim/libcuda.so.1 (simulated
+# OUTDIR/lib/libamem_hook.so, OUTDIR/lib/libamem_nccl.so, beside them a library
+# of torch_memory_saver's name that depends on the first, OUTDIR/include/amem.h, and for tests and the demonstration OUTDIR/sim/libcuda.so.1 (simulated
 # driver) and OUTDIR/sim/libnccl.so.2 (stand-in for NCCL).
 #
 # Environment: CC (default gcc), GO (default go), and CFLAGS and LDFLAGS, which
@@ -51,6 +51,8 @@ shared() {
 
 # nodelete: NCCL keeps pointers into the hook, so it must outlive a dlclose.
 shared "$out/lib/libamem_hook.so" "-Wl,-z,now -Wl,-z,nodelete -Wl,--version-script=$root/golib/hook/exports.map" golib/hook/*.c
+shared "$out/lib/torch_memory_saver_hook_mode_preload.abi3.so" \
+    "-Wl,-rpath,\$ORIGIN -Wl,--enable-new-dtags -Wl,--no-as-needed $out/lib/libamem_hook.so -Wl,--as-needed" golib/preload/*.c
 shared "$out/sim/libcuda.so.1" "" golib/sim/*.c
 # lazy: the hook must also find slots that the dynamic linker has not filled yet.
 shared "$out/sim/libnccl.so.2" "-Wl,-z,lazy" tests/nccl/*.c

@@ -29,5 +29,7 @@ trap 'rm -rf "$new"' EXIT
     -ldflags "-X=runtime.godebugDefault=asyncpreemptoff=1 '-extldflags=-Wl,-Ttext-segment=$base -Wl,-soname,libamem_nccl.so -Wl,--version-script=$PWD/golib/cmd/libamem/exports.map'" \
     -o "$new/libamem_nccl.so" ./golib/cmd/libamem
 mv "$new/libamem_nccl.so" "$out/libamem_nccl.so"
-cp "$lib/libamem_hook.so" "$new/"
-mv "$new/libamem_hook.so" "$out/libamem_hook.so"
+for name in libamem_hook.so torch_memory_saver_hook_mode_preload.abi3.so; do
+    cp "$lib/$name" "$new/"
+    mv "$new/$name" "$out/$name"
+done

@@ -168,6 +168,12 @@ const char *amem_last_error_json(void);
 /* Why this thread's last call of a function above failed; "" if it did not. */
 const char *amem_last_error(void);
 
+/*
+ * Why amem could not be enabled in this process, or its core not be loaded; "" if
+ * neither failed. Errors of later calls say it too.
+ */
+const char *amem_failure(void);
+
 /* The release of the library; the same text as AMEM_VERSION. */
 const char *amem_version(void);
 

@@ -14,7 +14,7 @@
 
 struct amem_config config;
 
-static pthread_mutex_t enabling = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t configuring = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool wanted, enabled; /* amem_enable was called, and succeeded */
 static __thread char last_error[AMEM_ERROR_TEXT], last_report[AMEM_ERROR_TEXT];
 
@@ -53,49 +53,60 @@ static amem_status configure_locked(void) {
     return AMEM_OK;
 }
 
-static amem_status enable_locked(void) {
-    char text[AMEM_ERROR_TEXT] = "";
-    if (enabled) return AMEM_OK;
-    amem_status status = configure_locked();
-    if (status != AMEM_OK) return status;
-    status = watch_start(text);
-    if (status != AMEM_OK) return api_fail(status, text);
-    enabled = true;
-    return AMEM_OK;
+/*
+ * Why amem could not be enabled when that was last tried, or NULL. The texts stay:
+ * other threads may be reading them, and there are as many as there are reasons.
+ */
+static _Atomic(const char *) failure;
+
+static amem_status remember(amem_status status, const char *text) {
+    const char *before = failure;
+    if (status == AMEM_OK)
+        failure = NULL;
+    else if (!before || strcmp(before, text))
+        failure = strdup(text);
+    return status;
 }
 
 PUBLIC amem_status amem_enable(void) {
-    last_error[0] = 0;
+    char text[AMEM_ERROR_TEXT] = "";
     wanted = true;
-    pthread_mutex_lock(&enabling);
-    amem_status status = enable_locked();
-    pthread_mutex_unlock(&enabling);
-    return status;
+    amem_status status = api_configure();
+    if (status != AMEM_OK) return remember(status, last_error);
+    /* No lock is held: this calls the dynamic linker, and twice is as good as once. */
+    if (!enabled && (status = watch_start(text)) != AMEM_OK) return remember(api_fail(status, text), text);
+    enabled = true;
+    return remember(AMEM_OK, NULL);
+}
+
+PUBLIC const char *amem_failure(void) {
+    static __thread char text[AMEM_ERROR_TEXT];
+    const char *why = failure;
+    text[0] = 0;
+    if (why)
+        snprintf(text, sizeof text, "%s", why);
+    else
+        core_failure(text);
+    return text;
 }
 
 /* Reads the environment, for regions: they need no amem_enable. */
 amem_status api_configure(void) {
     last_error[0] = 0;
-    pthread_mutex_lock(&enabling);
+    pthread_mutex_lock(&configuring);
     amem_status status = configure_locked();
-    pthread_mutex_unlock(&enabling);
+    pthread_mutex_unlock(&configuring);
     return status;
 }
 
 /*
  * In a child of fork(), on its only thread. The lock may be held by a thread
- * that the child does not have, half way through enable_locked, which can be
- * begun again. Taking it before the fork would make the fork wait for that
- * thread, and for what it waits for in the dynamic linker.
+ * that the child does not have, half way through configure_locked, which can be
+ * begun again.
  */
-static void renew_enabling(void) { pthread_mutex_init(&enabling, NULL); }
+static void renew_configuring(void) { pthread_mutex_init(&configuring, NULL); }
 
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, renew_enabling); }
-
-bool api_is_on(const char *variable) {
-    const char *value = getenv(variable);
-    return value && (!strcmp(value, "1") || !strcasecmp(value, "true") || !strcasecmp(value, "on"));
-}
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, renew_configuring); }
 
 /*
  * Under LD_PRELOAD nobody calls amem_enable: preloading the library is the wish,
@@ -103,9 +114,8 @@ bool api_is_on(const char *variable) {
  */
 __attribute__((constructor)) static void enable_when_preloaded(void) {
     const char *preload = getenv("LD_PRELOAD");
-    const char *wish = getenv("AMEM_ENABLE");
-    if (!preload || !strstr(preload, "libamem_hook.so") || (wish && !strcmp(wish, "0"))) return;
-    if (!wish && api_is_on("AMEM_COMPAT_TMS")) return;
+    if (!preload || !strstr(preload, "libamem_hook.so")) return;
+    if (!config_switch("AMEM_ENABLE", !config_switch("AMEM_COMPAT_TMS", false))) return;
     if (amem_enable() != AMEM_OK) log_line(LOG_ERROR, "not enabled: %s", last_error);
 }
 
@@ -149,6 +159,16 @@ static const struct amem_core *need_core(const char *tags, amem_status *status) 
         return NULL;
     }
     if (core && (enabled || !nccl)) return core; /* regions need no amem_enable */
+    if (!core && (*status = core_failure(text)) != AMEM_OK) {
+        api_fail(*status, text);
+        return NULL;
+    }
+    const char *why = enabled ? NULL : failure;
+    if (why) {
+        snprintf(text, sizeof text, "amem could not be enabled in this process: %.900s", why);
+        *status = api_fail(AMEM_ERROR_NOT_ENABLED, text);
+        return NULL;
+    }
     if (!all && !nccl) {
         *status = api_fail(AMEM_ERROR_INVALID_ARGUMENT, "no such tag; the tags there are: nccl");
         return NULL;
@@ -157,10 +177,6 @@ static const struct amem_core *need_core(const char *tags, amem_status *status) 
         *status = api_fail(AMEM_ERROR_NOT_ENABLED,
                        "amem is not enabled in this process: call amem.enable(), or set AMEM_ENABLE=1 in the "
                        "environment, before the first NCCL communicator");
-        return NULL;
-    }
-    if ((*status = core_failure(text)) != AMEM_OK) {
-        api_fail(*status, text);
         return NULL;
     }
     watch_start(text); /* libnccl may have come by a way that the watch does not see */
@@ -214,7 +230,7 @@ PUBLIC amem_status amem_free_host_memory(const char *tags) {
 PUBLIC amem_state_t amem_state(void) {
     const struct amem_core *core = core_loaded();
     if (core) return (amem_state_t)core->state("");
-    return enabled && !core_forked() ? AMEM_STATE_WAITING : AMEM_STATE_OFF;
+    return enabled && !core_forked() && core_failure(NULL) == AMEM_OK ? AMEM_STATE_WAITING : AMEM_STATE_OFF;
 }
 
 PUBLIC amem_state_t amem_tag_state(const char *tag) {

@@ -52,6 +52,18 @@ static void in_child(void) {
     close_connections();
 }
 
+/*
+ * A panic in the core may have left a lock held, on which the next call would wait for ever.
+ * What it holds stays as it is: calls of NCCL's for it fail, and those of amem's say why.
+ */
+static void broken(const char *why) {
+    snprintf(status_text, sizeof status_text,
+             "amem has stopped after an internal error (%.600s), and what it manages stays as it is: end this process, "
+             "and report the error with the log", why);
+    status = AMEM_ERROR_INTERNAL;
+    loaded = NULL;
+}
+
 static bool core_path(char *path, size_t size) {
     Dl_info self;
     if (!dladdr((void *)core_load, &self) || !self.dli_fname) return false;
@@ -86,6 +98,7 @@ static amem_status load(void) {
         .guard = &driver_guard,
         .launches = &driver_launches,
         .paused_regions = &runtime_paused_regions,
+        .broken = broken,
         .margin = &region_margin,
         .reached = region_reached,
     };
@@ -139,7 +152,7 @@ const struct amem_core *core_load(void) {
 const struct amem_core *core_loaded(void) { return loaded; }
 
 amem_status core_failure(char *text) {
-    if (status != AMEM_OK) memcpy(text, status_text, sizeof status_text);
+    if (status != AMEM_OK && text) memcpy(text, status_text, sizeof status_text);
     return status;
 }
 

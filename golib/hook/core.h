@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 6
+#define AMEM_CORE_ABI 7
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -52,6 +52,7 @@ struct amem_host {
     int *guard;          /* one of AMEM_GUARD_*, accessed atomically */
     const int *launches; /* how many kernel launches are under way, accessed atomically */
     int *paused_regions; /* how many regions are paused, accessed atomically */
+    void (*broken)(const char *why); /* an internal error: nothing of the core may be relied on, or called, any more */
     const size_t *margin; /* bytes that regions leave free on a device, accessed atomically */
     const uint64_t *reached; /* of AMEM_DEVICES devices: a bit for each that has peer access to it, accessed atomically */
 };

@@ -84,6 +84,11 @@ static CUresult enable_peer_access(CUcontext peer, unsigned int flags) {
     log_line(LOG_ERROR, "%s", text);
     return refuse(CUDA_ERROR_UNKNOWN, "amem could not give a peer GPU access to regions' memory; amem's log says why");
 }
+/* The same for a virtual handle, which the driver must never see. */
+#define CORE_OF_HANDLE(core_call)                           \
+    const struct amem_core *core = core_loaded();           \
+    CUresult result = core ? core->core_call : AMEM_PASS;   \
+    return result == AMEM_PASS ? CUDA_ERROR_INVALID_VALUE : result
 
 static CUresult granularity(size_t *bytes, const CUmemAllocationProp *prop, CUmemAllocationGranularity_flags flag) {
     CUresult result = real.MemGetAllocationGranularity(bytes, prop, flag);
@@ -106,6 +111,7 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
     bool own = own_allocator;
     own_allocator = false;
     pending = 0;
+    watch_scan(); /* a plug-in may have loaded what this memory will be registered with */
     if (!core || !prop || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
         return real.MemCreate(handle, size, prop, flags);
     CUresult result = core->create(handle, size, prop, flags, own);
@@ -117,7 +123,7 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
 static CUresult release(CUmemGenericAllocationHandle handle) {
     if (pending == handle) pending = 0;
     if (!is_virtual(handle)) return real.MemRelease(handle);
-    CORE_OR_DRIVER(release(handle), MemRelease(handle));
+    CORE_OF_HANDLE(release(handle));
 }
 
 static CUresult retain(CUmemGenericAllocationHandle *handle, void *addr) {
@@ -139,7 +145,7 @@ static CUresult address_free(CUdeviceptr ptr, size_t size) {
 static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
                     unsigned long long flags) {
     if (!is_virtual(handle)) return real.MemMap(ptr, size, offset, handle, flags);
-    CORE_OR_DRIVER(map(ptr, size, offset, handle, flags), MemMap(ptr, size, offset, handle, flags));
+    CORE_OF_HANDLE(map(ptr, size, offset, handle, flags));
 }
 
 static CUresult unmap(CUdeviceptr ptr, size_t size) { CORE_OR_DRIVER(unmap(ptr, size), MemUnmap(ptr, size)); }
@@ -165,8 +171,7 @@ static CUresult properties(CUmemAllocationProp *prop, CUmemGenericAllocationHand
 static CUresult export_handle(void *shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
                               unsigned long long flags) {
     if (!is_virtual(handle)) return real.MemExportToShareableHandle(shareable, handle, type, flags);
-    CORE_OR_DRIVER(export_handle(shareable, handle, type, flags),
-                   MemExportToShareableHandle(shareable, handle, type, flags));
+    CORE_OF_HANDLE(export_handle(shareable, handle, type, flags));
 }
 
 static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *shareable, CUmemAllocationHandleType type) {
@@ -192,24 +197,26 @@ static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *sharea
     return result;
 }
 
-/*
- * Notes that memory must stay where it is, before it is registered; registered()
- * follows with the registration, or NULL where it has failed.
- */
-static uint64_t keep(CUdeviceptr ptr, size_t size, int why) {
+uint64_t driver_keep(CUdeviceptr ptr, size_t size, int why) {
     const struct amem_core *core = core_loaded();
     return core ? core->keep(ptr, size, why) : 0;
 }
 
-static void registered(uint64_t kept, const void *registration) {
-    if (kept) core_loaded()->registered(kept, (uintptr_t)registration);
+void driver_registered(uint64_t kept, uintptr_t registration) {
+    const struct amem_core *core = kept ? core_loaded() : NULL;
+    if (core) core->registered(kept, registration);
+}
+
+uint64_t driver_deregister(uintptr_t registration) {
+    const struct amem_core *core = core_loaded();
+    return core ? core->deregister(registration) : 0;
 }
 
 static CUresult handle_for_address_range(void *handle, CUdeviceptr ptr, size_t size, CUmemRangeHandleType type,
                                          unsigned long long flags) {
-    uint64_t kept = keep(ptr, size, AMEM_KEEP_BUFFER);
+    uint64_t kept = driver_keep(ptr, size, AMEM_KEEP_BUFFER);
     CUresult result = real.MemGetHandleForAddressRange(handle, ptr, size, type, flags);
-    if (result) registered(kept, NULL);
+    if (result) driver_registered(kept, 0);
     return result;
 }
 
@@ -217,15 +224,14 @@ static CUresult multicast_bind_mem(CUmemGenericAllocationHandle multicast, size_
                                    CUmemGenericAllocationHandle handle, size_t offset, size_t size,
                                    unsigned long long flags) {
     if (!is_virtual(handle)) return real.MulticastBindMem(multicast, multicast_offset, handle, offset, size, flags);
-    CORE_OR_DRIVER(bind_multicast(multicast, multicast_offset, handle, offset, size, flags),
-                   MulticastBindMem(multicast, multicast_offset, handle, offset, size, flags));
+    CORE_OF_HANDLE(bind_multicast(multicast, multicast_offset, handle, offset, size, flags));
 }
 
 static CUresult multicast_bind_addr(CUmemGenericAllocationHandle multicast, size_t offset, CUdeviceptr ptr,
                                     size_t size, unsigned long long flags) {
-    uint64_t kept = keep(ptr, size, AMEM_KEEP_MULTICAST);
+    uint64_t kept = driver_keep(ptr, size, AMEM_KEEP_MULTICAST);
     CUresult result = real.MulticastBindAddr(multicast, offset, ptr, size, flags);
-    registered(kept, result ? NULL : &kept);
+    driver_registered(kept, result ? 0 : (uintptr_t)&kept);
     return result;
 }
 
@@ -364,59 +370,22 @@ static CUresult get_proc_address_v2(const char *symbol, void **function, int ver
     return result;
 }
 
-/* The NIC keeps the pages of what is registered with it: such memory must not move, until that has ended. */
-static struct {
-    void *(*reg_mr)(void *, void *, size_t, int);
-    void *(*reg_mr_iova2)(void *, void *, size_t, uint64_t, unsigned int);
-    void *(*reg_dmabuf_mr)(void *, uint64_t, size_t, uint64_t, int, int);
-    int (*dereg_mr)(void *);
-} ibv;
-
-static void *ibv_reg_mr(void *pd, void *addr, size_t length, int access) {
-    uint64_t kept = keep((CUdeviceptr)(uintptr_t)addr, length, AMEM_KEEP_NIC);
-    void *mr = ibv.reg_mr(pd, addr, length, access);
-    registered(kept, mr);
-    return mr;
-}
-
-static void *ibv_reg_mr_iova2(void *pd, void *addr, size_t length, uint64_t iova, unsigned int access) {
-    uint64_t kept = keep((CUdeviceptr)(uintptr_t)addr, length, AMEM_KEEP_NIC);
-    void *mr = ibv.reg_mr_iova2(pd, addr, length, iova, access);
-    registered(kept, mr);
-    return mr;
-}
-
-/* iova: NCCL lets the NIC use the addresses that the device does (net_ib.cc). */
-static void *ibv_reg_dmabuf_mr(void *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
-    uint64_t kept = keep(iova, length, AMEM_KEEP_NIC);
-    void *mr = ibv.reg_dmabuf_mr(pd, offset, length, iova, fd, access);
-    registered(kept, mr);
-    return mr;
-}
-
-static int ibv_dereg_mr(void *mr) {
-    const struct amem_core *core = core_loaded();
-    uint64_t kept = core ? core->deregister((uintptr_t)mr) : 0;
-    int result = ibv.dereg_mr(mr);
-    registered(kept, result ? mr : NULL);
-    return result;
-}
-
 static void *wrap_lookup(const char *name, void *function) {
     if (!function) return NULL;
-    if (!strcmp(name, "ibv_reg_mr")) return store(&ibv.reg_mr, function, (void *)ibv_reg_mr);
-    if (!strcmp(name, "ibv_reg_mr_iova2")) return store(&ibv.reg_mr_iova2, function, (void *)ibv_reg_mr_iova2);
-    if (!strcmp(name, "ibv_reg_dmabuf_mr")) return store(&ibv.reg_dmabuf_mr, function, (void *)ibv_reg_dmabuf_mr);
-    if (!strcmp(name, "ibv_dereg_mr")) return store(&ibv.dereg_mr, function, (void *)ibv_dereg_mr);
-    if (strncmp(name, "cu", 2) || core_forked()) return function;
+    if (strncmp(name, "cu", 2) || core_forked()) return divert_lookup(function);
     if (!strcmp(name, "cuGetProcAddress_v2")) return wrap("cuGetProcAddress", function, 12000, 0);
     if (!strcmp(name, "cuMemGetAddressRange_v2")) return wrap("cuMemGetAddressRange", function, 0, 0);
     return wrap(name, function, 0, 0);
 }
 
-void *driver_dlsym(void *handle, const char *name) { return wrap_lookup(name, dlsym(handle, name)); }
+/* NCCL loads its network plug-ins itself, and looks them up next. */
+void *driver_dlsym(void *handle, const char *name) {
+    watch_scan();
+    return wrap_lookup(name, dlsym(handle, name));
+}
 
 void *driver_dlvsym(void *handle, const char *name, const char *version) {
+    watch_scan();
     return wrap_lookup(name, dlvsym(handle, name, version));
 }
 

@@ -12,6 +12,11 @@
 
 /* config.c: the environment, checked. On failure text says which variable, what it was and what it may be. */
 amem_status config_read(struct amem_config *config, char *text);
+/*
+ * A switch in the environment: 1, on, true, yes, 0, off, false or no, in any case of
+ * letters. What is unset, or empty, is `otherwise`, and so is another value, with a warning.
+ */
+bool config_switch(const char *name, bool otherwise);
 
 /* log.c: one line to stderr, if the level is enabled. Any thread. */
 enum { LOG_ERROR = 1, LOG_WARN = 2, LOG_INFO = 3, LOG_DEBUG = 4 };
@@ -36,12 +41,31 @@ struct replacement {
     void *value;
 };
 int elf_replace_all(const struct object *object, const struct replacement *list, int n); /* in one pass */
+/*
+ * What others get of this object's functions. elf_find answers where a function is,
+ * by its default version; elf_divert makes all later look-ups of the function at
+ * `from`, under whatever name, find `to`: false if the symbol table can't be written.
+ * elf_rebind replaces `from` by `to` where another object has it already.
+ */
+void *elf_find(const struct object *object, const char *symbol);
+bool elf_divert(const struct object *object, void *from, void *to);
+int elf_rebind(const struct object *object, void *from, void *to);
+/* Around fork(): no page is written to meanwhile. */
+void elf_lock_writing(void);
+void elf_unlock_writing(void);
 /* Whether one of the n values stands as a pointer in the object's writable memory. */
 bool elf_holds(const struct object *object, void *const *values, int n);
+
+/* divert.c: functions of other libraries, for which their callers get amem's. Any thread; again is harmless. */
+void divert_nccl(const struct object *object);     /* NCCL's own suspension */
+bool divert_registers(const struct object *object); /* whether this library registers memory with a device */
+void divert_registration(const struct object *object);
+void *divert_lookup(void *function);               /* what libnccl gets where it has looked the function up */
 
 /* watch.c: finds libnccl, now or when it is loaded. */
 amem_status watch_start(char *text);
 void watch_runtime(void); /* hooks PyTorch's libraries for regions, now and when they are loaded */
+void watch_scan(void);    /* looks for libraries that have been loaded since; cheap if there are none */
 bool watch_found(void);   /* a libnccl has been hooked */
 bool watch_out_of_reach(void); /* PyTorch's allocator was found, and calls a CUDA runtime that is inside of it */
 bool watch_too_late(void); /* a libnccl was found that had the driver's functions already */
@@ -56,6 +80,14 @@ int driver_entry_point_by_version(const char *symbol, void **function, unsigned 
 void *driver_runtime_function(const char *name);
 /* What NCCL gets in place of the driver's function of this name. */
 void *driver_wrap(const char *name, void *function);
+/*
+ * Memory is about to be registered, and must stay where it is: driver_registered()
+ * follows, with the registration, or 0 where it has failed. A registration is about
+ * to end: then it follows with 0, or the registration where it has not.
+ */
+uint64_t driver_keep(CUdeviceptr ptr, size_t size, int why);
+uint64_t driver_deregister(uintptr_t registration);
+void driver_registered(uint64_t kept, uintptr_t registration);
 /* One of AMEM_GUARD_*; set by the core. */
 extern int driver_guard;
 /* How many launches of NCCL's are under way. */
@@ -63,8 +95,8 @@ extern int driver_launches;
 
 /* core.c: libamem_nccl.so, loaded when NCCL first asks for the driver. */
 const struct amem_core *core_load(void); /* loads it on the first call; NULL on failure */
-const struct amem_core *core_loaded(void); /* NULL before core_load, after a failure, and in a forked child */
-amem_status core_failure(char *text);    /* why core_load failed, or AMEM_OK */
+const struct amem_core *core_loaded(void); /* NULL before core_load, after a failure of it or in it, and in a forked child */
+amem_status core_failure(char *text);    /* why there is no core though it was to be loaded, or AMEM_OK */
 bool core_forked(void);
 
 /* runtime.c: the CUDA runtime's functions for regions' memory, in the slots of one of PyTorch's libraries. */
@@ -88,7 +120,6 @@ int region_reach(int from, int to, char *text);
 /* api.c */
 extern struct amem_config config;
 amem_status api_configure(void);                            /* reads the environment, once */
-bool api_is_on(const char *variable);                       /* a switch in the environment */
 amem_status api_fail(amem_status status, const char *text); /* sets this thread's amem_last_error() */
 /* The same, with what the core wrote to text: the figures too. */
 amem_status api_fail_in_core(amem_status status, const char text[static AMEM_ERROR_TEXT]);

@@ -46,8 +46,10 @@ static void *allocate(int region, ssize_t size, int device) {
     int status = AMEM_ERROR_FORKED;
     if (core)
         status = core->allocate(region, (size_t)size, device, &ptr, text);
-    else
+    else if (core_forked())
         strcpy(text, "CUDA does not work in a process that was forked from one that uses it");
+    else
+        status = core_failure(text);
     if (status == AMEM_OK) return (void *)(uintptr_t)ptr;
     api_fail_in_core((amem_status)status, text);
     log_line(LOG_WARN, "%s", text);

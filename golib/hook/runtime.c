@@ -110,7 +110,7 @@ static int device_enable_peer_access(int peer, unsigned int flags) {
 static int ipc_get_mem_handle(ipc_handle *handle, void *ptr) {
     char text[AMEM_ERROR_TEXT] = "";
     const struct amem_core *core = core_loaded();
-    int status = core && handle ? core->ipc_get(handle, at(ptr), api_is_on("AMEM_ENABLE"), text) : AMEM_PASS;
+    int status = core && handle ? core->ipc_get(handle, at(ptr), config_switch("AMEM_ENABLE", false), text) : AMEM_PASS;
     if (status == AMEM_PASS) return real.IpcGetMemHandle(handle, ptr);
     return status == AMEM_OK ? SUCCESS : refuse_status(status, text);
 }

@@ -1,6 +1,7 @@
 /*
  * Finds libnccl.so.2 and replaces the GOT slots through which it reaches the
- * driver, and PyTorch's libraries and theirs of the CUDA runtime. A libnccl that is loaded later is found when somebody next calls
+ * driver, PyTorch's libraries and theirs of the CUDA runtime, and libraries that
+ * register memory with a device. A library that is loaded later is found when somebody next calls
  * dlopen or dlsym: the slots of these two are replaced in the objects that
  * load libraries for others (the program itself, libpython and _ctypes) by
  * functions that look for new libraries first and then jump to the real one.
@@ -17,8 +18,8 @@
 
 #include "hook.h"
 
-static pthread_mutex_t scanning = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic unsigned long long scanned_loads;
+/* How many objects had been loaded at the last scan, times two, and one if it looked for libnccl. */
+static _Atomic unsigned long long scanned;
 static atomic_bool nccl_wanted, found, too_late, out_of_reach;
 
 bool watch_out_of_reach(void) { return out_of_reach; }
@@ -38,15 +39,13 @@ bool watch_too_late(void) { return too_late; }
 #define TAIL
 #endif
 
-static void scan(void);
-
 static void *watching_dlopen(const char *file, int mode) {
-    scan();
+    watch_scan();
     TAIL return dlopen(file, mode);
 }
 
 static void *watching_dlsym(void *handle, const char *name) {
-    scan();
+    watch_scan();
     TAIL return dlsym(handle, name);
 }
 
@@ -83,28 +82,67 @@ static bool has_begun(const struct object *object) {
     return begun;
 }
 
+/*
+ * The objects that have been hooked. No lock is held while an object is: that calls the
+ * dynamic linker, which a library's constructor, calling dlopen, would hold and then wait
+ * for us. So several threads may hook the same object at once, which is harmless; none goes
+ * on before it is hooked.
+ */
+static pthread_mutex_t finishing = PTHREAD_MUTEX_INITIALIZER;
+static struct {
+    size_t base[64];
+    int count;
+} hooked;
+
+static bool is_finished_locked(const struct object *object) {
+    for (int i = 0; i < hooked.count; i++)
+        if (hooked.base[i] == object->base) return true;
+    return false;
+}
+
+static bool is_finished(const struct object *object) {
+    pthread_mutex_lock(&finishing);
+    bool finished = is_finished_locked(object);
+    pthread_mutex_unlock(&finishing);
+    return finished;
+}
+
+/* The object is hooked; whether this thread is the first to say so. */
+static bool first_to_finish(const struct object *object) {
+    pthread_mutex_lock(&finishing);
+    bool first = !is_finished_locked(object);
+    if (first && hooked.count < (int)(sizeof hooked.base / sizeof *hooked.base)) hooked.base[hooked.count++] = object->base;
+    pthread_mutex_unlock(&finishing);
+    return first;
+}
+
+/* It must stay where it is: its slots hold our functions, or we hold its. */
+static void pin(const struct object *object) { dlopen(object->path, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE); }
+
 static void hook_nccl(const struct object *object) {
     if (elf_replace(object, "dlsym", (void *)driver_dlsym) +
             elf_replace(object, "cudaGetDriverEntryPoint", (void *)driver_entry_point) +
             elf_replace(object, "cudaGetDriverEntryPointByVersion", (void *)driver_entry_point_by_version) ==
         0) {
-        log_line(LOG_ERROR, "%s has no slot through which it could reach the driver: it can't be paused",
-                 object->path);
+        if (first_to_finish(object))
+            log_line(LOG_ERROR, "%s has no slot through which it could reach the driver: it can't be paused",
+                     object->path);
         return;
     }
     elf_replace(object, "dlvsym", (void *)driver_dlvsym);
     if (has_begun(object)) {
         too_late = true;
-        log_line(LOG_ERROR,
-                 "NCCL (%s) was used before amem was enabled, so its memory can't be paused: enable amem before the "
-                 "first NCCL communicator",
-                 object->path);
+        if (first_to_finish(object))
+            log_line(LOG_ERROR,
+                     "NCCL (%s) was used before amem was enabled, so its memory can't be paused: enable amem before "
+                     "the first NCCL communicator",
+                     object->path);
         return;
     }
-    /* It must stay where it is: its slots hold our functions. */
-    dlopen(object->path, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+    pin(object);
+    divert_nccl(object);
+    if (first_to_finish(object)) log_line(LOG_INFO, "hooked %s", object->path);
     found = true;
-    log_line(LOG_INFO, "hooked %s", object->path);
 }
 
 /* PyTorch's, which share and copy its memory. */
@@ -115,58 +153,55 @@ static bool uses_runtime(const struct object *object) {
     return false;
 }
 
-struct hooked {
-    size_t base[64];
-    int count;
-};
-
-/* Whether the object was hooked before; from now on it was. */
-static bool seen(struct hooked *hooked, const struct object *object) {
-    for (int i = 0; i < hooked->count; i++)
-        if (hooked->base[i] == object->base) return true;
-    if (hooked->count < (int)(sizeof hooked->base / sizeof *hooked->base)) hooked->base[hooked->count++] = object->base;
-    return false;
-}
-
 static void visit(const struct object *object, void *arg) {
+    (void)arg;
     if (is_nccl(object)) {
-        if (nccl_wanted && !seen(arg, object)) hook_nccl(object);
+        if (nccl_wanted && !is_finished(object)) hook_nccl(object);
     } else if (uses_runtime(object)) {
-        if (seen(arg, object)) return;
+        if (is_finished(object)) return;
         int slots = runtime_hook(object);
-        log_line(LOG_DEBUG, "hooked %d slots of %s", slots, object->path);
         if (!strcmp(base_name(object->path), "libc10_cuda.so") && !runtime_allocates_for(object)) out_of_reach = true;
+        if (first_to_finish(object)) log_line(LOG_DEBUG, "hooked %d slots of %s", slots, object->path);
+    } else if (divert_registers(object)) {
+        if (is_finished(object)) return;
+        pin(object);
+        divert_registration(object);
+        if (first_to_finish(object)) log_line(LOG_DEBUG, "hooked the registrations of %s", object->path);
     } else if (loads_for_others(object)) {
         elf_replace(object, "dlopen", (void *)watching_dlopen);
         elf_replace(object, "dlsym", (void *)watching_dlsym);
     }
 }
 
-/* Any thread. Cheap when nothing has been loaded since the last time. */
-static void scan(void) {
-    static struct hooked hooked;
-    unsigned long long loads = elf_loads();
-    if (loads == scanned_loads || core_forked()) return;
-    pthread_mutex_lock(&scanning);
-    elf_each(visit, &hooked);
-    scanned_loads = loads;
-    pthread_mutex_unlock(&scanning);
+/* Any thread. */
+void watch_scan(void) {
+    unsigned long long now = 2 * elf_loads() + nccl_wanted;
+    if (now == scanned || core_forked()) return;
+    elf_each(visit, NULL);
+    scanned = now;
 }
 
-/* A child of fork() must not find the lock held by a thread that it does not have. */
-static void lock_scanning(void) { pthread_mutex_lock(&scanning); }
-static void unlock_scanning(void) { pthread_mutex_unlock(&scanning); }
+/* A child of fork() must not find a lock held by a thread that it does not have. */
+static void lock_all(void) {
+    pthread_mutex_lock(&finishing);
+    elf_lock_writing();
+}
+
+static void unlock_all(void) {
+    elf_unlock_writing();
+    pthread_mutex_unlock(&finishing);
+}
 
 static void start(void) {
     static atomic_flag registered = ATOMIC_FLAG_INIT;
-    if (!atomic_flag_test_and_set(&registered)) pthread_atfork(lock_scanning, unlock_scanning, unlock_scanning);
-    scan();
+    if (!atomic_flag_test_and_set(&registered)) pthread_atfork(lock_all, unlock_all, unlock_all);
+    watch_scan();
 }
 
 void watch_runtime(void) { start(); }
 
 amem_status watch_start(char *text) {
-    if (!atomic_exchange(&nccl_wanted, true)) scanned_loads = 0; /* what was passed over before is looked at again */
+    nccl_wanted = true; /* what was passed over before is looked at again */
     start();
     if (too_late) {
         snprintf(text, AMEM_ERROR_TEXT,

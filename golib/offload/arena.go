@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"amem/golib/cuda"
+	"amem/golib/rescue"
 )
 
 const (
@@ -177,15 +178,19 @@ func (a *Arena) pin(memory []byte) (pinned uint64, err error) {
 // prepare starts to populate the next piece, if the host has the room still.
 func (a *Arena) prepare(size uint64) {
 	a.ahead = make(chan prepared, 1)
-	go func(result chan<- prepared, node int) {
-		if err := a.claim.check(size); err != nil {
-			result <- prepared{err: err}
-			return
-		}
-		memory, err := populated(size, node)
-		a.claim.shrink(size)
-		result <- prepared{memory, err}
-	}(a.ahead, a.node)
+	result, node := a.ahead, a.node
+	rescue.Go(func() {
+		var piece prepared
+		piece.err = rescue.Err(func() (err error) {
+			if err := a.claim.check(size); err != nil {
+				return err
+			}
+			piece.memory, err = populated(size, node)
+			a.claim.shrink(size)
+			return err
+		})
+		result <- piece
+	})
 }
 
 // Done implements Store: what was populated ahead and is not needed goes back.
@@ -321,10 +326,10 @@ func populated(size uint64, node int) ([]byte, error) {
 	var wg sync.WaitGroup
 	for part := range slices.Chunk(memory, int(share)) {
 		wg.Add(1)
-		go func() {
+		rescue.Go(func() {
 			defer wg.Done()
 			cuda.Touch(part)
-		}()
+		})
 	}
 	wg.Wait()
 	return memory, nil

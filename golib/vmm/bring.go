@@ -8,6 +8,7 @@ import (
 
 	"amem/golib/cuda"
 	"amem/golib/peer"
+	"amem/golib/rescue"
 )
 
 // NCCL imports peers' slabs one by one and uses none of them before its next
@@ -53,7 +54,8 @@ func (s *Space) want(b *block) (begun bool) {
 		return false
 	}
 	s.bringing[b.owner.ID] = true
-	go s.bring(*b.owner)
+	owner := *b.owner
+	rescue.Go(func() { s.bring(owner) })
 	return true
 }
 

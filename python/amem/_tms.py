@@ -419,8 +419,11 @@ torch_memory_saver = TorchMemorySaver()
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """What callers put into LD_PRELOAD: amem's library, which need not be preloaded."""
-    path = Path(_library.folder()) / _library.HOOK
+    """What callers put into LD_PRELOAD: a library of torch_memory_saver's name, else amem's, which need not be preloaded."""
+    folder = Path(_library.folder())
+    path = folder / f"{stem}.abi3.so"
+    if not path.exists():
+        path = folder / _library.HOOK
     if not path.exists():
         raise CoreError(f"{path} does not exist: install amem from a wheel of this platform")
     return path

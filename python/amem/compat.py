@@ -37,9 +37,16 @@ def install() -> None:
     if NAME in sys.modules:
         raise InvalidStateError(f"{NAME} is imported already: call amem.compat.install() before")
     for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
-        if os.path.basename(path).startswith(NAME):
+        if os.path.basename(path).startswith(NAME) and not _is_ours(path):
             raise InvalidStateError(f"LD_PRELOAD has {path}, which would manage the same memory: take it out")
     sys.meta_path.insert(0, _Finder())
+
+
+def _is_ours(path: str) -> bool:
+    """Whether it is the library that amem brings for programs that look for torch_memory_saver's and preload it."""
+    from . import _library
+
+    return os.path.realpath(os.path.dirname(path)) == os.path.realpath(_library.folder())
 
 
 class _Finder:

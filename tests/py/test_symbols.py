@@ -31,6 +31,7 @@ HOOK = {
     "amem_get_group_id",
     "amem_last_error_json",
     "amem_last_error",
+    "amem_failure",
     "amem_version",
     "ncclPause",
     "ncclResume",
@@ -79,6 +80,13 @@ def test_header_declares_what_the_hook_exports(package: Path) -> None:
     assert declared == HOOK - {"amem_hook_driver_table"}
 
 
+def test_the_library_of_torch_memory_savers_name_finds_the_hook_beside_it(package: Path) -> None:
+    dynamic = run("readelf", "--wide", "--dynamic", package / "lib" / "torch_memory_saver_hook_mode_preload.abi3.so")
+    assert re.search(r"NEEDED\).*\[libamem_hook\.so\]", dynamic)
+    assert re.search(r"RUNPATH\).*\[\$ORIGIN\]", dynamic)
+    assert exported(package / "lib" / "torch_memory_saver_hook_mode_preload.abi3.so") <= {"_init", "_fini"}
+
+
 @pytest.mark.parametrize("name", ["libamem_hook.so", "libamem_nccl.so"])
 def test_library_stays_loaded_and_names_itself(package: Path, name: str) -> None:
     dynamic = run("readelf", "--wide", "--dynamic", package / "lib" / name)
@@ -95,7 +103,8 @@ def test_libraries_need_only_glibc(package: Path) -> None:
     for library in sorted([*(package / "lib").glob("*.so"), *(package / "sim").glob("*.so.*")]):
         dynamic = run("readelf", "--wide", "--dynamic", library)
         needed = set(re.findall(r"NEEDED\).*\[(.+)\]", dynamic))
-        allowed = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6", "ld-linux-x86-64.so.2"}
+        allowed = {"libamem_hook.so"} if library.name.startswith("torch_memory_saver") else set()
+        allowed |= {"libc.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6", "ld-linux-x86-64.so.2"}
         assert needed <= allowed, library
 
 
@@ -105,8 +114,8 @@ def test_wheel_needs_no_newer_glibc_than_its_tag(tmp_path: Path) -> None:
     newest = (int(tag.group(1)), int(tag.group(2)))
     package = unpacked(tmp_path) / "amem"
     libraries = sorted([*(package / "lib").glob("*.so"), *(package / "sim").glob("*.so.*")])
-    assert len(libraries) == 4
+    assert len(libraries) == 5
     for library in libraries:
         versions = re.findall(r"\bGLIBC_(\d+)\.(\d+)", run("readelf", "--wide", "--version-info", library))
-        assert versions, library
-        assert max((int(a), int(b)) for a, b in versions) <= newest, library
+        assert versions or library.name.startswith("torch_memory_saver"), library
+        assert max(((int(a), int(b)) for a, b in versions), default=newest) <= newest, library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import LIB, MIB, SIM, environment, failure, needs_libraries, python, ranks, right
+from harness import LIB, MIB, ROOT, SIM, environment, failure, needs_libraries, python, ranks, right, run
 
 pytestmark = needs_libraries
 
@@ -180,11 +181,8 @@ def test_ranks_without_cumem_go_on_working() -> None:
 
 WRONG = {
     "AMEM_GROUPID": ("-1", "ten", "2147483648", "1.5", "100 "),
-    "AMEM_ARENA": ("2", "yes", "-1"),
     "AMEM_NCCL_OFFLOAD_FREE_TAG": ("1", "8", "all"),
     "AMEM_TIMEOUT_S": ("0", "-1", "soon", "nan", "inf", "1e9", "5s"),
-    "AMEM_LOG": ("loud", "6", "-1"),
-    "GMM_LOG": ("6", "info", "-1"),
 }
 
 
@@ -200,7 +198,6 @@ def test_a_wrong_value_in_the_environment(name: str, value: str, tmp_path: Path)
     ("name", "value"),
     [
         ("AMEM_GROUPID", "2147483647"),
-        ("AMEM_ARENA", "0"),
         ("AMEM_NCCL_OFFLOAD_FREE_TAG", "0"),
         ("AMEM_TIMEOUT_S", "0.5"),
         ("AMEM_LOG", "off"),
@@ -227,9 +224,113 @@ def test_a_wrong_environment_leaves_nccl_alone(tmp_path: Path) -> None:
     assert state == "OFF True"
 
 
+def test_every_later_error_says_why_amem_could_not_be_enabled(tmp_path: Path) -> None:
+    body = """
+    raised(amem.enable)
+    communicator()
+    for call in (amem.pause, lambda: amem.pause("nccl"), lambda: amem.resume("weights"), amem.free_host_memory):
+        raised(call)
+    raised(lambda: amem.set_group_id(3))
+    library = amem._library.loaded()
+    library.amem_failure.restype = ctypes.c_char_p
+    print(library.amem_failure().decode())
+    """
+    *errors, last = script(tmp_path, body, AMEM_TIMEOUT_S="soon")
+    assert [error.partition(":")[0] for error in errors] == [
+        "InvalidArgumentError",
+        *["NotEnabledError"] * 4,
+        "InvalidArgumentError",
+    ]
+    for said in (*errors, last):
+        assert 'AMEM_TIMEOUT_S="soon" in the environment: it must be a number of seconds' in said
+    body = """
+    communicator()
+    raised(amem.enable)
+    library = amem._library.loaded()
+    library.amem_failure.restype = ctypes.c_char_p
+    print(library.amem_failure().decode())
+    """
+    error, last = script(tmp_path, body)
+    assert error == f"TooLateError: {last}"
+    body = "amem.enable(); library = amem._library.loaded(); library.amem_failure.restype = ctypes.c_char_p; "
+    assert script(tmp_path, body + "print(library.amem_failure())") == ["b''"]
+
+
+def test_a_switch_has_eight_spellings_in_any_case(tmp_path: Path) -> None:
+    """The state of a process that is preloaded: 0 off, 1 enabled."""
+    preload = str(LIB / "libamem_hook.so")
+    body = "print(_library.loaded().amem_state())"
+    program = "from amem import _library; " + body
+    for on in (True, False):
+        for value in ("1", "on", "true", "yes", "On", "TRUE", "yEs") if on else ("0", "off", "false", "no", "OFF", "No"):
+            for name, state in (("AMEM_ENABLE", on), ("AMEM_COMPAT_TMS", not on)):
+                env = environment(tmp_path, LD_PRELOAD=preload, **{name: value})
+                assert python(program, env) == f"{int(state)}\n", (name, value)
+    for name in ("AMEM_ENABLE", "AMEM_COMPAT_TMS"):
+        assert python(program, environment(tmp_path, LD_PRELOAD=preload, **{name: ""})) == "1\n"
+
+
+def log_of(tmp_path: Path, body: str, **env: str) -> list[str]:
+    """What a process says on stderr. It must print "right"."""
+    program = PRELUDE + textwrap.dedent(body)
+    env = environment(tmp_path, **env)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed", "taken"),
+    [
+        ("AMEM_ARENA", "2", "1, on, true or yes", "on"),
+        ("AMEM_HOST_PREALLOC", "maybe", "1, on, true or yes", "off"),
+        ("AMEM_LOG", "loud", "off, error, warn, info, debug or trace", "warn"),
+        ("AMEM_LOG", "6", "off, error, warn, info, debug or trace", "warn"),
+        ("GMM_LOG", "info", "a level from 0 to 5", "2"),
+    ],
+)
+def test_a_wrong_switch_or_log_level_costs_a_warning(
+    tmp_path: Path, name: str, value: str, allowed: str, taken: str
+) -> None:
+    """And the feature is there, as where the variable is unset."""
+    body = """
+    amem.enable(), amem.enable()
+    communicator()
+    assert amem.pause().changed and device.used_bytes() == 0
+    amem.resume()
+    print("right")
+    """
+    (line,) = log_of(tmp_path, body, **{name: value})
+    assert f'warn: {name}="{value}" in the environment is taken as {taken}: it must be {allowed}' in line
+
+
+@pytest.mark.parametrize(("value", "direct"), [("No", True), ("off", True), ("YES", False), ("true", False)])
+def test_the_arena_is_switched_by_any_spelling(tmp_path: Path, value: str, direct: bool) -> None:
+    """Without it, each allocation of NCCL's is one of the driver's."""
+    body = "c = communicator(); print(len(open(os.environ['AMEM_SIM_LOG']).read().split('cuMemCreate')) > 4)"
+    log = str(tmp_path / "calls")
+    assert script(tmp_path, body, AMEM_SIM_LOG=log) == ["True"]
+    assert script(tmp_path, "amem.enable(); " + body, AMEM_SIM_LOG=log + "2", AMEM_ARENA=value) == [str(direct)]
+
+
+def test_unknown_variables_are_told_once_with_the_nearest_name(tmp_path: Path) -> None:
+    body = """
+    amem.enable(), amem.enable()
+    communicator()
+    amem.pause(), amem.resume()
+    print("right")
+    """
+    env = {"AMEM_TIMOUT_S": "5", "AMEM_GROUP_ID": "1", "AMEM_SIM_WHATEVER": "1", "AMEMX": "1", "AMEM_" + "X" * 100: ""}
+    lines = log_of(tmp_path, body, **env)
+    assert len(lines) == 3
+    assert any("AMEM_TIMOUT_S is set, and amem has no such variable; is AMEM_TIMEOUT_S meant?" in line for line in lines)
+    assert any("AMEM_GROUP_ID is set, and amem has no such variable; is AMEM_GROUPID meant?" in line for line in lines)
+    assert log_of(tmp_path, body, AMEM_LOG="error", **env) == []
+
+
 def test_enabled_by_the_environment_with_a_wrong_value(tmp_path: Path) -> None:
-    for value, complaint in (("maybe", "AMEM_ENABLE=maybe is taken as off"), ("1", 'AMEM_ARENA="7"')):
-        env = environment(tmp_path, AMEM_ENABLE=value, AMEM_ARENA="7")
+    for value, complaint in (("maybe", "AMEM_ENABLE=maybe is taken as off"), ("1", 'AMEM_GROUPID="x"')):
+        env = environment(tmp_path, AMEM_ENABLE=value, AMEM_GROUPID="x")
         done = subprocess.run(
             [sys.executable, "-c", "import amem._autoenable; print(amem.state().name)"],
             env=env,
@@ -352,6 +453,81 @@ def test_the_core_is_of_another_release(tmp_path: Path, abi: str, version: str) 
     source = ANOTHER_CORE.replace("ABI", abi).replace("VERSION", f'"{version}"')
     error = expect_core_error(tmp_path, libraries(tmp_path / "lib", core=source))
     assert f"is of release {version}" in error
+
+
+# A core that stops: a panic of the real one calls broken(), and answers an internal error.
+BROKEN_CORE = r"""
+#include <string.h>
+#include "core.h"
+static void (*broken)(const char *);
+static int calls;
+static int pause_(const char *tags, char *text) {
+    (void)tags;
+    if (++calls == 1) return 0;
+    broken("index out of range");
+    strcpy(text, "internal error: index out of range");
+    return 15;
+}
+static int state(const char *tag) { return (void)tag, 2; }
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop,
+                       unsigned long long flags, int own) {
+    (void)size, (void)prop, (void)flags, (void)own;
+    *handle = AMEM_HANDLE_TAG | 1;
+    return 0;
+}
+int amem_core_init(const struct amem_host *host, struct amem_core *core, char *text) {
+    (void)text;
+    broken = host->broken;
+    core->abi = AMEM_CORE_ABI, core->version = host->version;
+    core->pause = pause_, core->resume = pause_, core->state = state, core->create = create;
+    return 0;
+}
+"""
+
+
+def test_a_core_that_has_stopped_is_not_called_again(tmp_path: Path) -> None:
+    """Else the next call may wait for a lock for ever. The driver never sees a virtual handle."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    shutil.copy(LIB / "libamem_hook.so", folder)
+    (folder / "core.c").write_text(BROKEN_CORE)
+    run(
+        ["gcc", "-shared", "-fPIC", f"-I{ROOT}/golib/hook", "-o", f"{folder}/libamem_nccl.so", f"{folder}/core.c"],
+        os.environ,
+    )
+    body = """
+    from amem import _library
+    library = _library.load()
+    library.amem_hook_driver_table.restype = ctypes.c_void_p
+    cuda = ctypes.CDLL("libcuda.so.1")
+    seen = []
+
+    def real(name, *arguments):
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+        function = kind(lambda *given: seen.append(name) or 0)
+        seen.append(function)  # it must live
+        address = ctypes.cast(function, ctypes.c_void_p)
+        return kind(library.amem_hook_driver_table(name.encode(), address))
+
+    handle, size = ctypes.c_uint64(), ctypes.c_size_t(4096)
+    create = real("cuMemCreate", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint64)
+    release = real("cuMemRelease", ctypes.c_uint64)
+    export = real("cuMemExportToShareableHandle", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64)
+    property = (ctypes.c_int * 8)(1, 0, 1)  # pinned, of a device
+    assert create(ctypes.addressof(handle), 4096, ctypes.addressof(property), 0) == 0 and handle.value >> 48 == 0xA3E0
+    amem.enable()
+    for _ in range(3):
+        raised(lambda: library.amem_pause(None) and amem._library.check(library, "pause", library.amem_pause(None)))
+    print(amem.state().name)
+    print(release(handle), export(None, handle, 1, 0), [name for name in seen if isinstance(name, str)])
+    """
+    first, second, third, state, handles = script(tmp_path, body, AMEM_LIBRARY_DIR=str(folder))
+    assert first == "no error"
+    for error in (second, third):
+        assert error.startswith("InternalError: amem has stopped after an internal error (index out of range)")
+        assert "end this process" in error
+    assert state == "OFF"
+    assert handles == "1 1 []"  # CUDA_ERROR_INVALID_VALUE
 
 
 # ---- fork ----

@@ -16,6 +16,7 @@ static inline void amem_set_guard(int *guard, int value) { __atomic_store_n(guar
 static inline void amem_add(int *count, int more) { __atomic_add_fetch(count, more, __ATOMIC_SEQ_CST); }
 static inline size_t amem_margin(const size_t *margin) { return __atomic_load_n(margin, __ATOMIC_SEQ_CST); }
 static inline uint64_t amem_reached(const uint64_t *reached) { return __atomic_load_n(reached, __ATOMIC_SEQ_CST); }
+static inline void amem_broken(void (*broken)(const char *), const char *why) { broken(why); }
 static inline int amem_launches(const int *launches) { return __atomic_load_n(launches, __ATOMIC_SEQ_CST); }
 */
 import "C"
@@ -28,7 +29,6 @@ import (
 	"log/slog"
 	"os"
 	"runtime"
-	"runtime/debug"
 	"time"
 	"unsafe"
 
@@ -37,6 +37,7 @@ import (
 	"amem/golib/cuda"
 	"amem/golib/offload"
 	"amem/golib/peer"
+	"amem/golib/rescue"
 	"amem/golib/session"
 	"amem/golib/vmm"
 )
@@ -49,7 +50,8 @@ func main() {}
 //export amemStart
 func amemStart(host *C.struct_amem_host, text *C.char) (status C.int) {
 	defer func() { status = guardControl(recover(), status, text) }()
-	config := host.config
+	config, broken := host.config, host.broken
+	rescue.OnPanic(func(reason string) { C.amem_broken(broken, C.CString(reason)) })
 	startLog(int(config.log_level))
 	// A guest in somebody's trainer: the host's own threads need the cores.
 	runtime.GOMAXPROCS(min(4, runtime.NumCPU()))
@@ -97,7 +99,10 @@ func startLog(level int) {
 }
 
 //export amemGranularity
-func amemGranularity() C.size_t { return C.size_t(current.Space().Granularity()) }
+func amemGranularity() (granularity C.size_t) {
+	defer func() { _ = rescue.Panicked(recover()) }()
+	return C.size_t(current.Space().Granularity())
+}
 
 // result makes the hook's answer of a driver call's error.
 func result(call string, err error) C.CUresult {
@@ -117,10 +122,10 @@ func result(call string, err error) C.CUresult {
 
 // guardCall turns a panic into an error of the call.
 func guardCall(r any, call string, answer C.CUresult) C.CUresult {
-	if r == nil {
+	if rescue.Panicked(r) == nil {
 		return answer
 	}
-	slog.Error(call, "panic", r, "stack", string(debug.Stack()))
+	slog.Error(call, "error", "internal")
 	return C.CUDA_ERROR_UNKNOWN
 }
 
@@ -304,7 +309,8 @@ func report(done session.Transition, err error, text *C.char) C.int {
 }
 
 //export amemState
-func amemState(tag *C.char) C.int {
+func amemState(tag *C.char) (answer C.int) {
+	defer func() { _ = rescue.Panicked(recover()) }()
 	state, known := current.TagState(C.GoString(tag))
 	if !known {
 		return C.AMEM_STATE_OFF
@@ -340,7 +346,10 @@ func amemSetGroup(group C.int, text *C.char) (status C.int) {
 }
 
 //export amemGetGroup
-func amemGetGroup() C.int { return C.int(current.Group()) }
+func amemGetGroup() (group C.int) {
+	defer func() { _ = rescue.Panicked(recover()) }()
+	return C.int(current.Group())
+}
 
 //export amemRegion
 func amemRegion(tag *C.char, backup C.int, number *C.int, text *C.char) (status C.int) {
@@ -372,7 +381,8 @@ func amemFreeMemory(ptr C.CUdeviceptr, text *C.char) (status C.int) {
 }
 
 //export amemMemoryState
-func amemMemoryState(ptr C.CUdeviceptr) C.int {
+func amemMemoryState(ptr C.CUdeviceptr) (answer C.int) {
+	defer func() { _ = rescue.Panicked(recover()) }()
 	state, known := current.MemoryState(cuda.Ptr(ptr))
 	if !known {
 		return C.AMEM_STATE_OFF
@@ -397,6 +407,9 @@ func amemDeviceOf(context C.CUcontext, device *C.int) (r C.CUresult) {
 //export amemReadBackup
 func amemReadBackup(ptr C.CUdeviceptr, size C.size_t, to unsafe.Pointer, text *C.char) (status C.int) {
 	defer func() { status = guardControl(recover(), status, text) }()
+	if int(size) < 0 {
+		return controlError(fmt.Errorf("%w: a size of %d bytes", session.ErrArgument, uint64(size)), text)
+	}
 	return controlError(current.ReadBackup(cuda.Ptr(ptr), unsafe.Slice((*byte)(to), int(size))), text)
 }
 
@@ -417,7 +430,10 @@ func amemSetDiskFolder(path *C.char, named C.int, text *C.char) (status C.int) {
 }
 
 //export amemRetainBackups
-func amemRetainBackups(on C.int) { current.RetainBackups(on != 0) }
+func amemRetainBackups(on C.int) {
+	defer func() { _ = rescue.Panicked(recover()) }()
+	current.RetainBackups(on != 0)
+}
 
 // handle is a cudaIpcMemHandle_t.
 type handle = [session.HandleSize]byte
@@ -499,11 +515,11 @@ func controlError(err error, text *C.char) C.int {
 }
 
 func guardControl(r any, status C.int, text *C.char) C.int {
-	if r == nil {
+	err := rescue.Panicked(r)
+	if err == nil {
 		return status
 	}
-	slog.Error("control", "panic", r, "stack", string(debug.Stack()))
-	writeFailure(text, fmt.Sprintf("internal error: %v", r), "")
+	writeFailure(text, err.Error(), "")
 	return C.AMEM_ERROR_INTERNAL
 }
 
