@@ -91,6 +91,7 @@ type Session struct {
 	mu         sync.Mutex
 	state      State
 	guard      Guard
+	pausing    bool          // a pause has closed the guard, which stays so until its end
 	moved      chan struct{} // closed, and replaced, when guard changes
 	unfinished bool          // paused, but this process's memory is back already
 	// relied are the peers that paused relying on a pause that failed here.
@@ -164,7 +165,7 @@ func (s *Session) Settled(part peer.Part) { s.space.Settled(part) }
 func (s *Session) PeerChanged() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.state == Active && len(s.turn) == 0 {
+	if s.state == Active && !s.pausing {
 		s.setGuard()
 	}
 }
@@ -242,6 +243,10 @@ func (s *Session) give() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	<-s.turn
+	if s.pausing && s.state == Active && !s.space.Whole() { // a panic has ended the pause
+		s.state, s.unfinished = Paused, false
+	}
+	s.pausing = false
 	if s.state == Active {
 		s.setGuard()
 	}
@@ -283,7 +288,8 @@ func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
 		slog.Warn("pause: NCCL has no memory in this process: nothing to do")
 		return done, nil
 	}
-	s.mu.Lock() // so that a PeerChanged that began before can't open it again
+	s.mu.Lock()
+	s.pausing = true
 	s.moveGuard(Closed)
 	s.mu.Unlock()
 	report, err := s.pause(ctx)

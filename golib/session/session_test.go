@@ -273,6 +273,35 @@ func TestLaunchesWaitForImports(t *testing.T) {
 	intact(t, a, b)
 }
 
+// So does one of a process whose turn somebody has, who is not pausing: host memory that
+// takes its time is got, or given back.
+func TestLaunchesWaitForImportsDuringATurn(t *testing.T) {
+	all := start(t, 2, 10*time.Second)
+	a, b := all[0], all[1]
+	require.NoError(t, b.Pause(Tag)) // it serves nothing now
+	registrations := simtest.Calls(t, "cuMemHostRegister")
+	simtest.Delay(t, "cuMemHostRegister", 1, 500*time.Millisecond)
+	grown := make(chan error, 1)
+	go func() {
+		_, err := a.growHost()
+		grown <- err
+	}()
+	soon(t, func() bool { return simtest.Calls(t, "cuMemHostRegister") > registrations }, "the turn is held")
+	a.imports(t, b)
+	require.Equal(t, Arriving, a.position())
+	require.Empty(t, grown, "the turn was given up too early for this test")
+	require.NoError(t, <-grown)
+	require.Equal(t, Arriving, a.position())
+
+	// While the turn is held it opens, too, as soon as the memory is here.
+	require.NoError(t, a.take(context.Background()))
+	require.NoError(t, b.Resume(Tag))
+	require.NoError(t, a.Arrived())
+	require.Equal(t, Open, a.position())
+	a.Session.give()
+	intact(t, a, b)
+}
+
 // Memory that does not come in time leaves launches refused, until a resume has mapped it.
 func TestImportsThatFail(t *testing.T) {
 	all := start(t, 2, 10*time.Second)
