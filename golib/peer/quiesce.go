@@ -45,6 +45,7 @@ func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply
 	for _, l := range n.neighbours() {
 		who = append(who, l.who)
 		n.talk(l)
+		n.tellUnmapped(l)
 	}
 	n.mu.Unlock()
 	var wg sync.WaitGroup

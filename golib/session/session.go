@@ -264,9 +264,20 @@ type PauseReport struct {
 	Quiesce  float64 `json:"quiesce_seconds"` // until no kernel ran here or in any peer
 	Copy     float64 `json:"copy_seconds"`    // until the last copy had ended
 	Release  float64 `json:"release_seconds"` // what was left to give back then
+	Freed    float64 `json:"freed_seconds"`   // until no peer mapped it any more
 	Released uint64  `json:"bytes"`           // own memory given back
 	Detached uint64  `json:"detached_bytes"`  // peers' memory let go
 	Copied   uint64  `json:"copied_bytes"`
+	// Of Released, what peers still mapped when the deadline had passed: it is not free yet.
+	Held   uint64   `json:"held_bytes"`
+	HeldBy []Holder `json:"held_by"`
+}
+
+// Holder is a peer that still maps memory which this process has given back.
+type Holder struct {
+	PID   int    `json:"pid"`
+	Group int    `json:"group"`
+	Bytes uint64 `json:"bytes"`
 }
 
 // pauseNCCL gives NCCL's memory back to the device.
@@ -336,8 +347,27 @@ func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
 	r.Copy = p.Copying.Seconds()
 	r.Release = clock.lap() - r.Copy
 	r.Released, r.Detached, r.Copied = p.Released, p.Detached, p.Copied
+	r.Held, r.HeldBy = s.unmapped()
+	r.Freed = clock.lap()
 	r.Seconds = clock.total()
 	return r, nil
+}
+
+// unmapped waits until no peer maps what was released, so that it is free on the device.
+// It answers how many bytes of it are not when the deadline has passed, and who maps them.
+func (s *Session) unmapped() (held uint64, by []Holder) {
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	var blocks []uint64
+	for _, h := range s.node.WaitUnmapped(ctx, s.space.Absent()) {
+		by = append(by, Holder{h.PID, h.Group, s.space.Sizes(h.Blocks)})
+		blocks = append(blocks, h.Blocks...)
+	}
+	if held = s.space.Sizes(blocks); held > 0 {
+		slog.Warn("paused, but peers still map memory that was given back: it is free once they have paused, resumed or ended",
+			"held_bytes", held, "held_by", by)
+	}
+	return held, by
 }
 
 // launched waits until no thread is in a launch that it began before the guard

@@ -33,6 +33,7 @@ type block struct {
 	fetching chan struct{}     // imported: closed when the first fetch has ended
 	wanted   bool              // imported: to be brought here (Space.bring)
 	lost     bool              // imported: the owner has freed it or has ended, and it is not mapped
+	told     bool              // imported: the owner knows that it could not be unmapped
 }
 
 // attaching is held while an imported block's memory is mapped, and from when the

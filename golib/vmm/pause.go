@@ -263,6 +263,7 @@ func (s *Space) node() int {
 // driver refuses to let go stays mapped: nothing is lost, and the next resume
 // replaces it.
 func (s *Space) detach() (bytes uint64) {
+	defer s.tellOwners(s.mapped())
 	for _, m := range s.attached() {
 		if err := s.evaporate(m); err != nil {
 			slog.Warn("peer's memory stays mapped", "peer", m.owner.String(), "error", err)
@@ -271,6 +272,15 @@ func (s *Space) detach() (bytes uint64) {
 		bytes += m.size
 	}
 	return bytes
+}
+
+// mapped lists the memory that is mapped of peers who may wait until it is not.
+func (s *Space) mapped() []*memory {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.DeleteFunc(s.imported(), func(m *memory) bool {
+		return !m.live || m.owner.Group != s.peers.Self().Group || s.peers.Gone(*m.owner)
+	})
 }
 
 // endUnusedSlabs ends slabs without memory that nobody needs. What else of the
@@ -492,6 +502,7 @@ func (s *Space) Abandon() error {
 	s.structure.Lock()
 	defer s.structure.Unlock()
 	s.paused = true
+	defer s.tellOwners(s.mapped())
 	list := s.attached()
 	s.mu.Lock()
 	list = append(list, s.own(func(m *memory) bool { return m.live && len(m.contents()) > 0 })...)
@@ -540,6 +551,34 @@ func (s *Space) Whole() bool {
 		}
 	}
 	return true
+}
+
+// Absent lists the own blocks whose memory a pause has given back.
+func (s *Space) Absent() map[uint64]bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := map[uint64]bool{}
+	for _, b := range s.blocks {
+		if !b.mem.live {
+			list[b.id] = true
+		}
+	}
+	return list
+}
+
+// Sizes answers how many bytes of memory the own blocks stand on, all of which is mapped
+// by who maps any of it.
+func (s *Space) Sizes(ids []uint64) (bytes uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	counted := map[*memory]bool{}
+	for _, id := range ids {
+		if b := s.blocks[id]; b != nil && !counted[b.mem] {
+			counted[b.mem] = true
+			bytes += b.mem.size
+		}
+	}
+	return bytes
 }
 
 // Generation answers how often this process's memory was restored.
