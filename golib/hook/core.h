@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 5
+#define AMEM_CORE_ABI 6
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -56,6 +56,7 @@ struct amem_host {
 };
 
 #define AMEM_ERROR_TEXT 1024
+#define AMEM_REPORT_TEXT 16384
 
 /*
  * Given to the hook by the core. The driver wrappers are called on NCCL's
@@ -95,7 +96,7 @@ struct amem_core {
     /* The memory at ptr must stay where it is from now on; why: one of AMEM_KEEP_*. */
     void (*keep)(CUdeviceptr ptr, size_t size, int why);
 
-    /* On success, text is the report of amem_last_report(). */
+    /* On success, text is the report of amem_last_report(): it has AMEM_REPORT_TEXT bytes. */
     int (*pause)(const char *tags, char *text);
     int (*resume)(const char *tags, char *text);
     int (*state)(const char *tag); /* an amem_state_t; "": paused if any tag is */

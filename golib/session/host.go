@@ -88,14 +88,12 @@ func (s *Session) FreeHost(tags string) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-	defer cancel()
 	var errs []error
 	if nccl {
-		errs = append(errs, s.freeNCCLHost(ctx))
+		errs = append(errs, s.within(s.freeNCCLHost))
 	}
 	for _, r := range regions {
-		errs = append(errs, r.freeHost(ctx))
+		errs = append(errs, s.within(r.freeHost))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("free host memory: %w", err)

@@ -62,7 +62,7 @@ var (
 // Options of a Session.
 type Options struct {
 	Group    int
-	Timeout  time.Duration // of each pause and each resume
+	Timeout  time.Duration // of each wait of a pause or a resume
 	Space    vmm.Options
 	SetGuard func(Guard)
 	Launches func() int // kernel launches of NCCL's that are under way
@@ -238,6 +238,14 @@ func (s *Session) take(ctx context.Context) error {
 	}
 }
 
+// within calls wait with a deadline of its own. Each wait of a pause or a resume has one:
+// copies take as long as they take, and must not use up the time of a wait that follows.
+func (s *Session) within(wait func(ctx context.Context) error) error {
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	return wait(ctx)
+}
+
 // give ends this caller's turn and settles the guard.
 func (s *Session) give() {
 	s.mu.Lock()
@@ -281,13 +289,13 @@ type Holder struct {
 }
 
 // pauseNCCL gives NCCL's memory back to the device.
-func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
-	if err := s.take(ctx); err != nil {
+func (s *Session) pauseNCCL() (done Transition, err error) {
+	if err := s.within(s.take); err != nil {
 		return done, err
 	}
 	defer s.give()
 	if s.is(Paused, false) {
-		return done, nil
+		return s.pauseMore()
 	}
 	if len(s.space.Devices()) == 0 {
 		if os.Getenv("NCCL_CUMEM_ENABLE") == "0" {
@@ -303,7 +311,7 @@ func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
 	s.pausing = true
 	s.moveGuard(Closed)
 	s.mu.Unlock()
-	report, err := s.pause(ctx)
+	report, err := s.pause()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if err != nil && !s.space.Whole() {
@@ -314,35 +322,68 @@ func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
 		return done, err
 	}
 	s.state, s.unfinished, s.relied = Paused, false, nil
-	s.pauses++
-	s.last.pause = report
-	return Transition{Changed: true, Bytes: report.Released, Copied: report.Copied}, nil
+	return s.notePause(report), nil
 }
 
-func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
+// notePause notes what a pause did. mu is held.
+func (s *Session) notePause(report PauseReport) Transition {
+	s.pauses++
+	s.last.pause = report
+	return Transition{Changed: true, Bytes: report.Released, Copied: report.Copied, Held: report.Held, HeldBy: report.HeldBy}
+}
+
+// pauseMore gives back what NCCL has allocated since the pause, which stays.
+func (s *Session) pauseMore() (done Transition, err error) {
+	if !s.space.Pausable() {
+		return done, nil
+	}
 	clock := newClock()
-	if err := s.launched(ctx); err != nil {
+	report, err := s.vacate(clock, s.node.StayStopped)
+	if err != nil {
+		return done, fmt.Errorf("NCCL's memory is paused, but what it has allocated since is not given back: %w", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.notePause(report), nil
+}
+
+// pause is a pause of an active process's memory, or after a resume that has not ended.
+func (s *Session) pause() (r PauseReport, err error) {
+	r, err = s.vacate(newClock(), func(ctx context.Context) error {
+		relied, err := s.node.Quiesce(ctx)
+		if err != nil {
+			s.mu.Lock()
+			s.relied = relied
+			s.mu.Unlock()
+		}
+		return err
+	})
+	if errors.Is(err, errVacate) && s.space.Whole() {
+		s.standDown()
+	}
+	return r, err
+}
+
+// errVacate says that a pause has failed after all peers had relied on it.
+var errVacate = errors.New("give memory back")
+
+// vacate gives the memory back once quiesce says that no peer uses it.
+func (s *Session) vacate(clock *clock, quiesce func(ctx context.Context) error) (r PauseReport, err error) {
+	if err := s.within(s.launched); err != nil {
 		return r, err
 	}
-	if err := s.space.Synchronize(ctx); err != nil {
+	if err := s.within(s.space.Synchronize); err != nil {
 		return r, fmt.Errorf("synchronize: %w", err)
 	}
 	s.space.Leave(true)
 	defer s.space.Leave(false)
-	relied, err := s.node.Quiesce(ctx)
-	if err != nil {
-		s.mu.Lock()
-		s.relied = relied
-		s.mu.Unlock()
+	if err := s.within(quiesce); err != nil {
 		return r, fmt.Errorf("quiesce: %w", err)
 	}
 	r.Quiesce = clock.lap()
 	p, err := s.space.Vacate(s.arena)
 	if err != nil {
-		if s.space.Whole() {
-			s.standDown()
-		}
-		return r, err
+		return r, fmt.Errorf("%w: %w", errVacate, err)
 	}
 	r.Copy = p.Copying.Seconds()
 	r.Release = clock.lap() - r.Copy
@@ -385,12 +426,17 @@ func (s *Session) launched(ctx context.Context) error {
 
 // standDown ends a pause that failed after all peers had relied on it.
 func (s *Session) standDown() {
-	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-	defer cancel()
-	s.node.Ready(ctx, s.space.Generation())
+	s.tellReady()
 	s.mu.Lock()
 	s.relied = s.space.Owners()
 	s.mu.Unlock()
+}
+
+// tellReady tells the peers that this process's memory has its contents.
+func (s *Session) tellReady() {
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	s.node.Ready(ctx, s.space.Generation())
 }
 
 // ResumeReport says what a resume did. Sizes are bytes, times seconds.
@@ -406,25 +452,25 @@ type ResumeReport struct {
 
 // resumeNCCL restores NCCL's memory. In an active process it restores what a
 // failed pause has left stale, if anything.
-func (s *Session) resumeNCCL(ctx context.Context) (done Transition, err error) {
-	if err := s.take(ctx); err != nil {
+func (s *Session) resumeNCCL() (done Transition, err error) {
+	if err := s.within(s.take); err != nil {
 		return done, err
 	}
 	defer s.give()
 	if s.is(Active, false) {
-		return done, s.refresh(ctx)
+		return done, s.refresh()
 	}
 	clock := newClock()
 	report := ResumeReport{}
 	if !s.is(Paused, true) {
-		if report, err = s.restore(ctx, s.space, s.node.Generation, clock); err != nil {
+		if report, err = s.restore(s.space, s.node.Generation, clock); err != nil {
 			return done, err
 		}
 		s.mu.Lock()
 		s.unfinished = true
 		s.mu.Unlock()
 	}
-	if err := s.meet(ctx); err != nil {
+	if err := s.meet(); err != nil {
 		return done, fmt.Errorf("this process's memory is back, a peer's is not: %w", err)
 	}
 	report.Ready = clock.lap()
@@ -439,15 +485,14 @@ func (s *Session) resumeNCCL(ctx context.Context) (done Transition, err error) {
 
 // restore brings back everything whose failure can be undone. current answers
 // the generation that an owner has said is ready.
-func (s *Session) restore(ctx context.Context, space *vmm.Space, current func(owner peer.Identity) uint64, clock *clock) (
-	r ResumeReport, err error) {
+func (s *Session) restore(space *vmm.Space, current func(owner peer.Identity) uint64, clock *clock) (r ResumeReport, err error) {
 	restored, err := space.Restore()
 	if err != nil {
 		return r, errors.Join(err, space.Fill())
 	}
 	r.Restored, r.Copied = restored.Bytes, restored.Copied
 	r.Create = clock.lap()
-	err = space.Attach(ctx, current)
+	err = s.within(func(ctx context.Context) error { return space.Attach(ctx, current) })
 	r.Peers = clock.lap()
 	err = errors.Join(err, space.Fill())
 	r.Copy = clock.lap()
@@ -459,25 +504,26 @@ func (s *Session) restore(ctx context.Context, space *vmm.Space, current func(ow
 
 // meet tells the peers that this process's memory is ready, and waits until
 // theirs is. A peer that had to start again has new memory by then.
-func (s *Session) meet(ctx context.Context) error {
+func (s *Session) meet() error {
 	s.space.Resumed(false)
-	s.node.Ready(ctx, s.space.Generation())
+	s.tellReady()
 	for {
-		if err := s.node.WaitReady(ctx); err != nil {
+		if err := s.within(s.node.WaitReady); err != nil {
 			return err
 		}
 		if !s.space.Stale(s.node.Generation) {
 			return nil
 		}
-		if err := s.space.Attach(ctx, s.node.Generation); err != nil {
+		err := s.within(func(ctx context.Context) error { return s.space.Attach(ctx, s.node.Generation) })
+		if err != nil {
 			return err
 		}
 	}
 }
 
 // refresh maps peers' memory that was replaced while this process was active.
-func (s *Session) refresh(ctx context.Context) error {
-	if err := s.space.Arrived(ctx); err != nil {
+func (s *Session) refresh() error {
+	if err := s.within(s.space.Arrived); err != nil {
 		return err
 	}
 	s.mu.Lock()
@@ -486,7 +532,7 @@ func (s *Session) refresh(ctx context.Context) error {
 	if !behind && !s.space.Stale(s.node.Generation) {
 		return nil
 	}
-	return s.meet(ctx)
+	return s.meet()
 }
 
 // Group answers the group ID.

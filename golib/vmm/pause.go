@@ -79,6 +79,20 @@ func (s *Space) pausable() []*memory {
 	return s.own(func(m *memory) bool { return m.live && m.keep == "" })
 }
 
+// added lists that of it that was allocated since the last pause, if that has not been
+// resumed: nothing is kept of it. mu is held.
+func (s *Space) added() []*memory {
+	return slices.DeleteFunc(s.pausable(), func(m *memory) bool { return len(m.contents()) > 0 })
+}
+
+// Pausable tells whether there is own memory that a pause would release, in spite of the
+// last one.
+func (s *Space) Pausable() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.added()) > 0
+}
+
 // own lists the own memory for which choose answers true, by device and then by
 // address. mu is held.
 func (s *Space) own(choose func(m *memory) bool) []*memory {
@@ -149,7 +163,8 @@ func (s *Space) Leave(leaving bool) {
 
 // Vacate copies the contents of all own memory that a pause releases to the
 // store and gives the memory back, and lets go of peers' memory. Kernels that
-// could write to it must have ended, here and in all peers.
+// could write to it must have ended, here and in all peers. Of a paused Space that is
+// what was allocated since, beside what is kept already.
 //
 // While the copies run, peers' memory is let go of, and own memory as soon as
 // it is copied, so that little is left to do after the last copy. If a copy or
@@ -159,18 +174,21 @@ func (s *Space) Leave(leaving bool) {
 func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	s.structure.Lock()
 	defer s.structure.Unlock()
+	already := s.paused
 	s.paused = true
+	var list []*memory
 	defer func() {
 		if err != nil {
 			p = Paused{}
-			s.Resumed(false)
-			s.paused = !s.Whole()
+			s.forget(list)
+			s.paused = already || !s.Whole()
 		}
 	}()
 	s.store = store
 	s.mu.Lock()
 	s.letGos++
-	list := s.pausable()
+	list = s.added()
+	keeps := slices.ContainsFunc(slices.Collect(maps.Values(s.blocks)), func(b *block) bool { return b.contents != nil })
 	for _, m := range list {
 		for _, b := range m.blocks {
 			b.contents = s.plan(b)
@@ -182,7 +200,11 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	}
 	s.mu.Unlock()
 	started := time.Now()
-	if err := s.copyOut(list, store, p.Copied); err != nil {
+	begin := store.Begin
+	if keeps {
+		begin = store.More
+	}
+	if err := s.copyOut(list, store, begin, p.Copied); err != nil {
 		return p, fmt.Errorf("copy out: %w", err)
 	}
 	if err := s.AnyDevice(func() error {
@@ -216,9 +238,9 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 
 // copyOut starts to copy out the contents of the memory, which is sorted by
 // device. On failure no copy is under way.
-func (s *Space) copyOut(list []*memory, store offload.Store, total uint64) error {
+func (s *Space) copyOut(list []*memory, store offload.Store, begin func(total uint64) error, total uint64) error {
 	store.Prefer(s.node())
-	if err := store.Begin(total); err != nil {
+	if err := begin(total); err != nil {
 		return err
 	}
 	used := map[*Device]int{}
@@ -531,6 +553,25 @@ func (s *Space) Resumed(retain bool) {
 			}
 		}
 		b.mem.filling = false
+	}
+}
+
+// forget forgets the contents kept of the memory that is there, after a pause of it that
+// has failed.
+func (s *Space) forget(list []*memory) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, m := range list {
+		for _, b := range m.blocks {
+			if !m.live {
+				continue
+			}
+			b.contents = nil
+			for _, h := range b.handles {
+				h.backup = nil
+			}
+		}
+		m.filling = false
 	}
 }
 

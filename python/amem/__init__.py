@@ -20,6 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import compat
     from ._api import (
+        Holder,
         State,
         Stats,
         Transition,
@@ -63,6 +64,7 @@ __all__ = [
     "CudaError",
     "DeadlineError",
     "ForkedError",
+    "Holder",
     "HostMemoryError",
     "InternalError",
     "InvalidArgumentError",

@@ -16,6 +16,7 @@ from ._library import enable
 from .errors import InternalError, InvalidArgumentError
 
 __all__ = [
+    "Holder",
     "State",
     "Stats",
     "Transition",
@@ -79,6 +80,15 @@ class Stats(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class Holder:
+    """A process that maps memory which this process has given back."""
+
+    pid: int
+    group: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Transition:
     """What one pause or resume did in this process."""
 
@@ -89,6 +99,12 @@ class Transition:
     """of which this many were copied to, or from, host memory"""
     changed: bool
     """False if the process was in the wanted state already"""
+    tags: tuple[str, ...] = ()
+    """those that were active and are paused now, or the other way round"""
+    held_bytes: int = 0
+    """how much of bytes is not free yet, since peers had not let go of it when a pause's deadline had passed"""
+    held_by: tuple[Holder, ...] = ()
+    """these peers"""
 
 
 def pause(*tags: str) -> Transition:
@@ -148,6 +164,9 @@ def _transit(library: ctypes.CDLL, verb: str, text: bytes | None) -> Transition:
         bytes=int(did["bytes"]),
         copied_bytes=int(did["copied_bytes"]),
         changed=bool(did["changed"]),
+        tags=tuple(did.get("tags") or ()),
+        held_bytes=int(did.get("held_bytes", 0)),
+        held_by=tuple(Holder(**who) for who in did.get("held_by") or ()),
     )
 
 

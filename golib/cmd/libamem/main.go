@@ -20,6 +20,7 @@ static inline int amem_launches(const int *launches) { return __atomic_load_n(la
 import "C"
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -28,6 +29,7 @@ import (
 	"os"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"time"
 	"unsafe"
 
@@ -94,7 +96,10 @@ func startLog(level int) {
 }
 
 //export amemGranularity
-func amemGranularity() C.size_t { return C.size_t(current.Space().Granularity()) }
+func amemGranularity() (size C.size_t) {
+	defer func() { guardCall(recover(), "granularity", 0) }()
+	return C.size_t(current.Space().Granularity())
+}
 
 // result makes the hook's answer of a driver call's error.
 func result(call string, err error) C.CUresult {
@@ -275,16 +280,30 @@ func report(done session.Transition, err error, text *C.char) C.int {
 	if err != nil {
 		return controlError(err, text)
 	}
+	if done.Tags == nil {
+		done.Tags = []string{}
+	}
+	// The largest holders only, if there are many: held_bytes counts all.
+	slices.SortStableFunc(done.HeldBy, func(a, b session.Holder) int { return cmp.Compare(b.Bytes, a.Bytes) })
+	done.HeldBy = append([]session.Holder{}, done.HeldBy[:min(len(done.HeldBy), maxHolders)]...)
 	body, err := json.Marshal(done)
+	if err == nil && len(body) >= C.AMEM_REPORT_TEXT {
+		done.Tags = nil // of many odd bytes: none are told
+		body, err = json.Marshal(done)
+	}
 	if err != nil {
 		return controlError(err, text)
 	}
-	writeText(text, string(body))
+	writeTo(text, string(body), C.AMEM_REPORT_TEXT)
 	return C.AMEM_OK
 }
 
+// maxHolders bounds the holders of a report.
+const maxHolders = 32
+
 //export amemState
-func amemState(tag *C.char) C.int {
+func amemState(tag *C.char) (answer C.int) {
+	defer func() { guardCall(recover(), "state", 0) }()
 	state, known := current.TagState(C.GoString(tag))
 	if !known {
 		return C.AMEM_STATE_OFF
@@ -320,7 +339,10 @@ func amemSetGroup(group C.int, text *C.char) (status C.int) {
 }
 
 //export amemGetGroup
-func amemGetGroup() C.int { return C.int(current.Group()) }
+func amemGetGroup() (group C.int) {
+	defer func() { guardCall(recover(), "group", 0) }()
+	return C.int(current.Group())
+}
 
 //export amemRegion
 func amemRegion(tag *C.char, backup C.int, number *C.int, text *C.char) (status C.int) {
@@ -352,7 +374,8 @@ func amemFreeMemory(ptr C.CUdeviceptr, text *C.char) (status C.int) {
 }
 
 //export amemMemoryState
-func amemMemoryState(ptr C.CUdeviceptr) C.int {
+func amemMemoryState(ptr C.CUdeviceptr) (answer C.int) {
+	defer func() { guardCall(recover(), "memory state", 0) }()
 	state, known := current.MemoryState(cuda.Ptr(ptr))
 	if !known {
 		return C.AMEM_STATE_OFF
@@ -383,7 +406,10 @@ func amemSetDiskFolder(path *C.char, named C.int, text *C.char) (status C.int) {
 }
 
 //export amemRetainBackups
-func amemRetainBackups(on C.int) { current.RetainBackups(on != 0) }
+func amemRetainBackups(on C.int) {
+	defer func() { guardCall(recover(), "retain backups", 0) }()
+	current.RetainBackups(on != 0)
+}
 
 // handle is a cudaIpcMemHandle_t.
 type handle = [session.HandleSize]byte
@@ -468,8 +494,10 @@ func guardControl(r any, status C.int, text *C.char) C.int {
 }
 
 // writeText writes to a buffer of AMEM_ERROR_TEXT bytes.
-func writeText(text *C.char, what string) {
-	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), C.AMEM_ERROR_TEXT)
+func writeText(text *C.char, what string) { writeTo(text, what, C.AMEM_ERROR_TEXT) }
+
+func writeTo(text *C.char, what string, size int) {
+	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), size)
 	n := copy(to[:len(to)-1], what)
 	to[n] = 0
 }
