@@ -53,7 +53,9 @@ amem_status amem_enable(void);
 
 /*
  * Gives back, or restores, the memory of the tags: a comma-separated list, or
- * NULL for all. NCCL's is "nccl"; regions name the others. Idempotent. A pause
+ * NULL for all. NCCL's is "nccl"; regions name the others. What is paused already is left
+ * alone, but what was allocated since is given back too. A pause of all fails, with
+ * AMEM_ERROR_TOO_LATE, where NCCL is in use and was not hooked. A pause
  * that fails leaves the process as it was. A resume that fails leaves each tag
  * either restored or paused. amem_last_error() says what to do.
  */
@@ -63,14 +65,20 @@ amem_status amem_resume(const char *tags);
 /*
  * What this thread's last amem_pause or amem_resume did, as JSON text that is
  * valid until its next: changed (false: all was so already), seconds, bytes (of
- * device memory), copied_bytes. "" if it failed.
+ * device memory), copied_bytes; tags, those that were active and are paused now, or
+ * the other way round; held_bytes, how much of bytes is not free yet since peers had
+ * not let go of it when a pause's deadline passed, and held_by, a list of these peers:
+ * pid, group, bytes. "" if it failed.
  */
 const char *amem_last_report(void);
 
 /* Paused if any tag is. */
 amem_state_t amem_state(void);
 
-/* Of one tag; AMEM_STATE_OFF if there is none of this name. */
+/*
+ * Of one tag; AMEM_STATE_OFF if there is none of this name, and of "nccl" where amem is
+ * not enabled, or NCCL was in use before it was.
+ */
 amem_state_t amem_tag_state(const char *tag);
 
 /* Regions: device memory of the program's own, which pauses with its tag. */

@@ -16,7 +16,7 @@ struct amem_config config;
 
 static pthread_mutex_t configuring = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool wanted, enabled; /* amem_enable was called, and succeeded */
-static __thread char last_error[AMEM_ERROR_TEXT], last_report[AMEM_ERROR_TEXT];
+static __thread char last_error[AMEM_ERROR_TEXT], last_report[AMEM_REPORT_TEXT];
 
 static __thread char last_figures[AMEM_ERROR_TEXT]; /* of last_error */
 
@@ -198,15 +198,21 @@ static amem_status change(const char *tags, bool pause) {
     last_error[0] = last_report[0] = 0;
     amem_status status;
     const struct amem_core *core = need_core(tags, &status);
+    if (pause && core && (!tags || !*tags) && watch_unhooked())
+        return api_fail(AMEM_ERROR_TOO_LATE,
+                        "NCCL is in use in this process and amem was not enabled before, so its memory can't be paused: call "
+                        "amem.enable(), or set AMEM_ENABLE=1 in the environment, before the first NCCL communicator; or name "
+                        "the tags to pause, and NCCL's memory stays");
     if (!core) {
         if (status != AMEM_OK) return status;
         if (tags && strcmp(tags, "nccl"))
             return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "no such tag; the tags there are: nccl");
         log_line(LOG_WARN, "%s: NCCL has no memory in this process yet: nothing to do", pause ? "pause" : "resume");
-        strcpy(last_report, "{\"changed\":false,\"seconds\":0,\"bytes\":0,\"copied_bytes\":0}");
+        strcpy(last_report, "{\"changed\":false,\"seconds\":0,\"bytes\":0,\"copied_bytes\":0,\"tags\":[],\"held_bytes\":0,\"held_by\":[]}");
         return status;
     }
-    char text[AMEM_ERROR_TEXT] = "";
+    char text[AMEM_REPORT_TEXT];
+    text[0] = 0;
     status = (amem_status)(pause ? core->pause : core->resume)(tags, text);
     if (status == AMEM_ERROR_NO_CUMEM && cumem_off()) return no_cumem();
     if (status != AMEM_OK) return api_fail_in_core(status, text);
@@ -235,8 +241,10 @@ PUBLIC amem_state_t amem_state(void) {
 
 PUBLIC amem_state_t amem_tag_state(const char *tag) {
     const struct amem_core *core = core_loaded();
+    bool nccl = tag && !strcmp(tag, "nccl");
+    if (nccl && (!enabled || core_forked() || watch_unhooked())) return AMEM_STATE_OFF;
     if (core && tag && *tag) return (amem_state_t)core->state(tag);
-    return tag && !strcmp(tag, "nccl") ? amem_state() : AMEM_STATE_OFF;
+    return nccl ? amem_state() : AMEM_STATE_OFF;
 }
 
 PUBLIC char *amem_stats_json(void) {

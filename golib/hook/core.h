@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 7
+#define AMEM_CORE_ABI 8
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -58,6 +58,7 @@ struct amem_host {
 };
 
 #define AMEM_ERROR_TEXT 1024
+#define AMEM_REPORT_TEXT 16384
 
 /*
  * Given to the hook by the core. The driver wrappers are called on NCCL's
@@ -103,7 +104,7 @@ struct amem_core {
     void (*registered)(uint64_t kept, uintptr_t registration); /* 0: it has failed, or ended */
     uint64_t (*deregister)(uintptr_t registration); /* is about to end: as keep(), before registered() */
 
-    /* On success, text is the report of amem_last_report(). */
+    /* On success, text is the report of amem_last_report(): it has AMEM_REPORT_TEXT bytes. */
     int (*pause)(const char *tags, char *text);
     int (*resume)(const char *tags, char *text);
     int (*state)(const char *tag); /* an amem_state_t; "": paused if any tag is */

@@ -68,7 +68,8 @@ void watch_runtime(void); /* hooks PyTorch's libraries for regions, now and when
 void watch_scan(void);    /* looks for libraries that have been loaded since; cheap if there are none */
 bool watch_found(void);   /* a libnccl has been hooked */
 bool watch_out_of_reach(void); /* PyTorch's allocator was found, and calls a CUDA runtime that is inside of it */
-bool watch_too_late(void); /* a libnccl was found that had the driver's functions already */
+bool watch_too_late(void);
+bool watch_unhooked(void); /* NCCL is in use in this process, and amem does not see its memory */ /* a libnccl was found that had the driver's functions already */
 
 /* driver.c: the wrappers of the driver's functions. */
 void *driver_dlsym(void *handle, const char *name);                       /* for libnccl's slot of dlsym */

@@ -200,6 +200,20 @@ static void start(void) {
 
 void watch_runtime(void) { start(); }
 
+static void find_begun(const struct object *object, void *begun) {
+    if (is_nccl(object) && has_begun(object)) *(bool *)begun = true;
+}
+
+/* Not for a child of fork(). */
+bool watch_unhooked(void) {
+    bool begun = too_late;
+    if (begun || found) return begun;
+    pthread_mutex_lock(&scanning);
+    elf_each(find_begun, &begun);
+    pthread_mutex_unlock(&scanning);
+    return begun;
+}
+
 amem_status watch_start(char *text) {
     nccl_wanted = true; /* what was passed over before is looked at again */
     start();

@@ -104,6 +104,14 @@ func (a *Arena) forget() {
 	}
 }
 
+// More gets ready to hold total bytes more than what was taken.
+func (a *Arena) More(total uint64) error {
+	for _, s := range a.segments {
+		total += s.used
+	}
+	return a.Expect(total)
+}
+
 // Expect gets ready to hold total bytes, with what was taken. It fails where the
 // host has not that much memory left, what other processes claim counted.
 func (a *Arena) Expect(total uint64) error {

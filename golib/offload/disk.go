@@ -114,6 +114,19 @@ func (d *Disk) Begin(total uint64) error {
 	return nil
 }
 
+// More makes the file as large as total bytes more need. It fails as Begin does.
+func (d *Disk) More(total uint64) error {
+	d.wanted = d.saved + total
+	switch size := d.end + blocks(total); {
+	case d.named || total == 0:
+	case d.file.fd >= 0:
+		return d.file.reserve(size)
+	default:
+		return d.file.open(size)
+	}
+	return nil
+}
+
 // Save copies the ranges kept out, in stream order, and returns once they are in
 // the file. It fails with a *DiskError, a *HostMemoryError or the driver's; no
 // copy is under way then. A context must be current.

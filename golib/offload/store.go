@@ -14,6 +14,9 @@ type Store interface {
 	// with a *HostMemoryError or a *DiskError where there is no room for them.
 	Begin(total uint64) error
 
+	// More gets ready for total bytes more, beside what is kept. It fails as Begin does.
+	More(total uint64) error
+
 	// Save copies the contents out, in stream order. What the copies read may
 	// be released once the stream's work until now has ended. On failure nothing
 	// is kept of the contents, and once that work has ended, Begin may follow. A

@@ -33,6 +33,7 @@ const (
 	kindStopped  = "stopped"  // I started pause number Pause: none of my kernels runs
 	kindRetract  = "retract"  // I gave up pause number Pause; did you rely on it?
 	kindReady    = "ready"    // I ended pause number Pause: my memory has its contents
+	kindUnmapped = "unmapped" // I don't map these blocks of yours now, as of these fetches, and keep those of Blocks
 	kindDescribe = "describe" // what is at this part of your memory?
 	kindLeave    = "leave"    // I am about to pause these blocks of mine: let go of them
 	kindReturn   = "return"   // these blocks of mine are there again: map them

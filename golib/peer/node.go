@@ -98,7 +98,8 @@ type Handler interface {
 // Memory is a physical allocation that an owner hands out, and which of the
 // blocks that were asked for stand on it. Sizes and offsets are bytes.
 type Memory struct {
-	FD     int `json:"-"`
+	FD     int    `json:"-"`
+	Number uint64 `json:"-"` // of the fetch, in this process
 	Size   uint64
 	Blocks []Place
 }
@@ -139,6 +140,10 @@ type link struct {
 	idle    []conn // for requests
 
 	unsettled unsettled
+
+	mapped   map[uint64]uint64 // blocks of ours that they may have mapped now: the number of their last fetch that was answered
+	kept     map[uint64]bool   // those that they say they keep
+	unmapped unmapped          // what is to be said of theirs
 }
 
 func (l *link) neighbour() bool { return !l.gone && len(l.imports)+len(l.exports) > 0 }
@@ -225,10 +230,10 @@ func (n *Node) SetGroup(group int) error {
 // update changes the state under the lock and wakes all who wait for a change.
 func (n *Node) update(f func()) {
 	n.mu.Lock()
+	defer n.mu.Unlock()
 	f()
 	close(n.changed)
 	n.changed = make(chan struct{})
-	n.mu.Unlock()
 }
 
 // link answers what is known of a process. n.mu is held.
@@ -372,6 +377,7 @@ func (n *Node) lost(who Identity) {
 		l := n.link(who)
 		l.gone = true
 		l.exports, l.told = map[uint64]bool{}, map[uint64]uint64{}
+		l.mapped, l.kept = nil, nil
 		l.unsettled = unsettled{talking: l.unsettled.talking}
 		n.unusedBlocks(who.ID, func(uint64) bool { return true })
 		for _, c := range l.idle {
@@ -511,6 +517,9 @@ func (n *Node) fetch(ctx context.Context, owner Identity, blocks []uint64, m mes
 		if len(list) == 0 { // the oldest: one that is too new would hide that the memory was replaced
 			generation = reply.Generation
 		}
+		for i := range reply.Memory {
+			reply.Memory[i].Number = m.Number
+		}
 		list = append(list, reply.Memory...)
 	}
 	return list, generation, nil
@@ -571,6 +580,8 @@ func (n *Node) Freed(block uint64) {
 		for _, l := range n.links {
 			delete(l.exports, block)
 			delete(l.told, block)
+			delete(l.mapped, block)
+			delete(l.kept, block)
 		}
 	})
 }

@@ -47,6 +47,7 @@ func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply
 	for _, l := range n.neighbours() {
 		who = append(who, l.who)
 		n.talk(l)
+		n.tellUnmapped(l)
 	}
 	n.mu.Unlock()
 	var wg sync.WaitGroup
@@ -105,6 +106,24 @@ func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
 		return nil, nil
 	}
 	return n.retract(pause), errors.Join(append([]error{err}, untold...)...)
+}
+
+// StayStopped is a Quiesce of a process that has stopped already: it tells nobody
+// anything new, and when it fails it takes nothing back.
+func (n *Node) StayStopped(ctx context.Context) error {
+	return n.wait(ctx, func() []Identity {
+		var list []Identity
+		for _, l := range n.neighbours() {
+			if !l.stopped() && l.stops <= l.met {
+				list = append(list, l.who)
+			}
+		}
+		return list
+	}, func() {
+		for _, l := range n.links {
+			l.met = l.stops
+		}
+	})
 }
 
 // lagging lists the neighbours that have not stopped for this pause. n.mu is held.

@@ -136,6 +136,7 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 			}
 			return reply, nil, err
 		}
+		n.update(func() { n.link(who).handedOut(m.Blocks, m.Number) })
 		var fds []int
 		for _, memory := range list {
 			fds = append(fds, memory.FD)
@@ -164,6 +165,11 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 				n.unused(part, who.ID)
 			}
 		})
+	case kindUnmapped:
+		if len(m.Parts) > maxParts || len(m.Blocks) > maxParts {
+			return reply, nil, errTooMany
+		}
+		n.update(func() { n.link(who).heard(m) })
 	case kindDescribe:
 		if len(m.Parts) != 1 {
 			return reply, nil, fmt.Errorf("%d parts to be described, not 1", len(m.Parts))
@@ -226,6 +232,9 @@ func (l *link) let(blocks []uint64, number uint64) {
 		if number >= l.told[b] {
 			l.told[b] = number
 			delete(l.exports, b)
+			if !l.kept[b] {
+				delete(l.mapped, b)
+			}
 		}
 	}
 }

@@ -145,14 +145,16 @@ func (s *Session) FreeHost(tags string) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-	defer cancel()
 	var errs []error
 	if nccl {
-		errs = append(errs, s.whenIdle(ctx, func(ready func() error) error { return s.freeNCCLHost(ctx, ready) }))
+		errs = append(errs, s.within(func(ctx context.Context) error {
+			return s.whenIdle(ctx, func(ready func() error) error { return s.freeNCCLHost(ctx, ready) })
+		}))
 	}
 	for _, r := range regions {
-		errs = append(errs, s.whenIdle(ctx, func(ready func() error) error { return r.freeHost(ctx, ready) }))
+		errs = append(errs, s.within(func(ctx context.Context) error {
+			return s.whenIdle(ctx, func(ready func() error) error { return r.freeHost(ctx, ready) })
+		}))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("free host memory: %w", err)

@@ -344,37 +344,43 @@ func (r *Region) dropStore(ready func() error) error {
 	return nil
 }
 
-func (r *Region) pause(ctx context.Context) (done Transition, err error) {
-	done, err = r.vacate(ctx)
+func (r *Region) pause() (done Transition, err error) {
+	done, err = r.vacate()
 	if err != nil && !r.isPaused() {
-		ctx, cancel := context.WithTimeout(context.Background(), r.session.options.Timeout)
-		defer cancel()
-		err = errors.Join(err, r.lend(ctx))
+		err = errors.Join(err, r.session.within(r.lend))
 	}
 	return done, err
 }
 
 // vacate is a pause, without what is said to those who had let go of the memory
 // when it has failed.
-func (r *Region) vacate(ctx context.Context) (done Transition, err error) {
-	if err := r.take(ctx); err != nil {
+func (r *Region) vacate() (done Transition, err error) {
+	if err := r.session.within(r.take); err != nil {
 		return done, err
 	}
 	defer r.give()
-	if r.isPaused() {
+	already := r.isPaused()
+	if already && !r.space.Pausable() {
 		return done, nil
 	}
-	if err := r.space.Synchronize(ctx); err != nil {
+	if err := r.session.within(r.space.Synchronize); err != nil {
 		return done, fmt.Errorf("synchronize: %w", err)
 	}
 	r.space.Leave(true)
 	defer r.space.Leave(false)
 	lent := r.space.Shared()
 	r.behind.Store(len(lent) > 0)
-	if err := r.session.regions.share.node.Leave(ctx, lent); err != nil {
+	err = r.session.within(func(ctx context.Context) error { return r.session.regions.share.node.Leave(ctx, lent) })
+	if err != nil {
 		return done, err
 	}
-	p, err := r.space.Vacate(r.keeper())
+	p, err := vacate(r.space, r.keeper())
+	if already {
+		if err != nil {
+			return done, fmt.Errorf("the tag is paused, but what was allocated since is not given back: %w", err)
+		}
+		return Transition{Changed: true, Bytes: p.Released, Copied: p.Copied}, nil
+	}
 	if err != nil && r.space.Whole() {
 		r.removeFiles()
 		return done, err
@@ -400,11 +406,11 @@ func (r *Region) lend(ctx context.Context) error {
 	return err
 }
 
-func (r *Region) resume(ctx context.Context) (done Transition, err error) {
-	if done, err = r.restore(ctx); err != nil {
+func (r *Region) resume() (done Transition, err error) {
+	if done, err = r.restore(); err != nil {
 		return done, err
 	}
-	if err := r.lend(ctx); err != nil {
+	if err := r.session.within(r.lend); err != nil {
 		return done, fmt.Errorf("this process's memory is back; resume again, to have it back in all others: %w", err)
 	}
 	return done, nil
@@ -412,16 +418,16 @@ func (r *Region) resume(ctx context.Context) (done Transition, err error) {
 
 // restore is a resume, but for other processes' mappings of the memory. Of an
 // active tag it maps what is missing of other processes' memory.
-func (r *Region) restore(ctx context.Context) (done Transition, err error) {
-	if err := r.take(ctx); err != nil {
+func (r *Region) restore() (done Transition, err error) {
+	if err := r.session.within(r.take); err != nil {
 		return done, err
 	}
 	defer r.give()
 	if !r.isPaused() {
-		return done, r.space.Attach(ctx, never)
+		return done, r.session.within(func(ctx context.Context) error { return r.space.Attach(ctx, never) })
 	}
 	defer r.space.Leave(false) // nobody has got any of it before
-	report, err := r.session.restore(ctx, r.space, never, newClock())
+	report, err := r.session.restore(r.space, never, newClock())
 	if err != nil {
 		return done, err
 	}

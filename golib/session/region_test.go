@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"amem/golib/cuda"
+	"amem/golib/offload"
 	"amem/golib/peer"
 	"amem/golib/simtest"
 	"amem/golib/vmm"
@@ -1139,4 +1140,141 @@ func TestHandleOfFreedMemory(t *testing.T) {
 	}
 	require.True(t, next.intact())
 	a.give(t, r, other, next)
+}
+
+// Copies that take longer than the time that a wait is given fail nothing: not NCCL's
+// part of the pause or the resume, nor another region's.
+func TestSlowCopies(t *testing.T) {
+	all := start(t, 2, 20*time.Second)
+	p, q := all[0], all[1]
+	together(t, p, q)
+	var regions []int
+	var tensors []buffer
+	for i := range uint64(4) {
+		regions = append(regions, p.region(t, fmt.Sprint("tag", i), BackupCPU))
+		tensors = append(tensors, p.torch(t, regions[i], 8*mib, i+1))
+	}
+	held := func() {
+		for _, b := range tensors {
+			require.True(t, b.intact())
+		}
+	}
+	const wait, slow = 400 * time.Millisecond, 900 * time.Millisecond
+	p.options.Timeout = wait
+	paused := make(chan error, 1)
+	go func() { paused <- q.Pause("") }()
+	soon(t, func() bool { return p.Stats("").Peers[0].Stopped })
+	simtest.Delay(t, "cuMemcpyDtoHAsync", 1, slow)
+	require.NoError(t, p.Pause(""))
+	require.NoError(t, <-paused)
+	require.Zero(t, simtest.Used(t, 0))
+	resumed := make(chan error, 1)
+	simtest.Delay(t, "cuMemcpyHtoDAsync", 1, slow)
+	p.options.Timeout = 20 * time.Second
+	require.NoError(t, p.Resume("tag3")) // so that the delay is p's
+	held2 := tensors[3].intact()
+	require.True(t, held2)
+	simtest.Delay(t, "cuMemcpyHtoDAsync", 1, slow)
+	p.options.Timeout = wait
+	go func() {
+		time.Sleep(slow / 2)
+		resumed <- q.Resume("")
+	}()
+	require.NoError(t, p.Resume(""))
+	require.NoError(t, <-resumed)
+	held()
+	intact(t, p, q)
+
+	// A pause that fails with NCCL's part undoes the regions', however long that takes.
+	simtest.Delay(t, "cuMemcpyHtoDAsync", 1, slow)
+	err := p.Pause("")
+	require.ErrorContains(t, err, "pause: quiesce: waiting for pid")
+	require.NotContains(t, err.Error(), "stays paused")
+	for i := range tensors {
+		state, _ := p.TagState(fmt.Sprint("tag", i))
+		require.Equal(t, Active, state)
+	}
+	held()
+	intact(t, p, q)
+	for i, b := range tensors {
+		p.give(t, regions[i], b)
+	}
+}
+
+// The next pause of a paused tag gives back what was allocated since.
+func TestPauseOfARegionsNewMemory(t *testing.T) {
+	p := bare(t, 1, 20*time.Second)[0]
+	folder := t.TempDir()
+	for _, named := range []bool{false, true} {
+		require.NoError(t, p.SetDiskFolder(folder, named))
+		cpu, disk := p.region(t, "w", BackupCPU), p.region(t, "w", BackupDisk)
+		var kept []buffer
+		for i := range uint64(4) {
+			kept = append(kept, p.torch(t, cpu, 6*mib, 2*i+1), p.torch(t, disk, 5*mib+512, 2*i+2))
+			done, err := p.Session.Pause("w")
+			require.NoError(t, err)
+			require.True(t, done.Changed)
+			require.GreaterOrEqual(t, done.Copied, 11*mib)
+			require.Zero(t, simtest.Used(t, 0), "all memory is given back")
+			if i == 0 {
+				require.Equal(t, []string{"w"}, done.Tags)
+			} else {
+				require.Empty(t, done.Tags, "it was paused before")
+			}
+		}
+		// One that fails leaves what was kept as it is.
+		kept = append(kept, p.torch(t, cpu, 6*mib, 98), p.torch(t, disk, 6*mib, 99))
+		for _, call := range []string{"cuMemcpyDtoHAsync", "cuMemUnmap"} {
+			simtest.Fault(t, call, 1, cuda.ErrUnknown)
+			require.ErrorIs(t, p.Pause("w"), cuda.ErrUnknown)
+			state, _ := p.TagState("w")
+			require.Equal(t, Paused, state)
+			require.True(t, kept[8].intact())
+		}
+		require.NoError(t, p.Pause("w"))
+		require.Zero(t, simtest.Used(t, 0))
+		done, err := p.Session.Resume("w")
+		require.NoError(t, err)
+		require.Equal(t, []string{"w"}, done.Tags)
+		for i, b := range kept {
+			require.True(t, b.intact(), "tensor %d", i)
+			p.give(t, []int{cpu, disk}[i%2], b)
+		}
+	}
+}
+
+// faulty is a store whose n-th Save panics.
+type faulty struct {
+	offload.Store
+	n int
+}
+
+func (f *faulty) Save(c *offload.Contents, stream cuda.Stream) error {
+	if f.n--; f.n == 0 {
+		panic("injected")
+	}
+	return f.Store.Save(c, stream)
+}
+
+// A panic in the middle of a pause is an error of it: all is as it was, and the next succeeds.
+func TestPanicOfAPause(t *testing.T) {
+	p := bare(t, 1, 5*time.Second)[0]
+	r, number, err := p.Region("w", BackupCPU)
+	require.NoError(t, err)
+	a, b := p.torch(t, number, 70*mib, 1), p.torch(t, number, 80*mib, 2)
+	used := simtest.Used(t, 0)
+	r.store = &faulty{offload.NewArena(simtest.Driver()), 2}
+	require.ErrorContains(t, p.Pause("w"), "internal error: injected")
+	state, _ := p.TagState("w")
+	require.Equal(t, Active, state)
+	require.Equal(t, used, simtest.Used(t, 0))
+	require.NoError(t, p.Resume("w"))
+	for range 2 {
+		require.True(t, a.intact())
+		require.True(t, b.intact())
+		require.NoError(t, p.Pause("w"))
+		require.Zero(t, simtest.Used(t, 0))
+		require.NoError(t, p.Resume("w"))
+	}
+	p.give(t, number, a, b)
 }

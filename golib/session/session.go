@@ -63,7 +63,7 @@ var (
 // Options of a Session.
 type Options struct {
 	Group    int
-	Timeout  time.Duration // of each pause and each resume
+	Timeout  time.Duration // of each wait of a pause or a resume
 	Space    vmm.Options
 	SetGuard func(Guard)
 	Launches func() int // kernel launches of NCCL's that are under way
@@ -94,6 +94,7 @@ type Session struct {
 	mu         sync.Mutex
 	state      State
 	guard      Guard
+	pausing    bool          // a pause has closed the guard, which stays so until its end
 	moved      chan struct{} // closed, and replaced, when guard changes
 	unfinished bool          // paused, but this process's memory is back already
 	// relied are the peers that paused relying on a pause that failed here.
@@ -170,7 +171,7 @@ func (s *Session) Settled(part peer.Part) { s.space.Settled(part) }
 func (s *Session) PeerChanged() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.state == Active && len(s.turn) == 0 {
+	if s.state == Active && !s.pausing {
 		s.setGuard()
 	}
 }
@@ -243,11 +244,23 @@ func (s *Session) take(ctx context.Context) error {
 	}
 }
 
+// within calls wait with a deadline of its own. Each wait of a pause or a resume has one:
+// copies take as long as they take, and must not use up the time of a wait that follows.
+func (s *Session) within(wait func(ctx context.Context) error) error {
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	return wait(ctx)
+}
+
 // give ends this caller's turn and settles the guard.
 func (s *Session) give() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	<-s.turn
+	if s.pausing && s.state == Active && !s.space.Whole() { // a panic has ended the pause
+		s.state, s.unfinished = Paused, false
+	}
+	s.pausing = false
 	if s.state == Active {
 		s.setGuard()
 	}
@@ -265,19 +278,30 @@ type PauseReport struct {
 	Quiesce  float64 `json:"quiesce_seconds"` // until no kernel ran here or in any peer
 	Copy     float64 `json:"copy_seconds"`    // until the last copy had ended
 	Release  float64 `json:"release_seconds"` // what was left to give back then
+	Freed    float64 `json:"freed_seconds"`   // until no peer mapped it any more
 	Released uint64  `json:"bytes"`           // own memory given back
 	Detached uint64  `json:"detached_bytes"`  // peers' memory let go
 	Copied   uint64  `json:"copied_bytes"`
+	// Of Released, what peers still mapped when the deadline had passed: it is not free yet.
+	Held   uint64   `json:"held_bytes"`
+	HeldBy []Holder `json:"held_by"`
+}
+
+// Holder is a peer that still maps memory which this process has given back.
+type Holder struct {
+	PID   int    `json:"pid"`
+	Group int    `json:"group"`
+	Bytes uint64 `json:"bytes"`
 }
 
 // pauseNCCL gives NCCL's memory back to the device.
-func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
-	if err := s.take(ctx); err != nil {
+func (s *Session) pauseNCCL() (done Transition, err error) {
+	if err := s.within(s.take); err != nil {
 		return done, err
 	}
 	defer s.give()
 	if s.is(Paused, false) {
-		return done, nil
+		return s.pauseMore()
 	}
 	if len(s.space.Devices()) == 0 {
 		if os.Getenv("NCCL_CUMEM_ENABLE") == "0" {
@@ -289,10 +313,11 @@ func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
 		slog.Warn("pause: NCCL has no memory in this process: nothing to do")
 		return done, nil
 	}
-	s.mu.Lock() // so that a PeerChanged that began before can't open it again
+	s.mu.Lock()
+	s.pausing = true
 	s.moveGuard(Closed)
 	s.mu.Unlock()
-	report, err := s.pause(ctx)
+	report, err := s.pause()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if err != nil && !s.space.Whole() {
@@ -303,41 +328,102 @@ func (s *Session) pauseNCCL(ctx context.Context) (done Transition, err error) {
 		return done, err
 	}
 	s.state, s.unfinished, s.relied = Paused, false, nil
-	s.pauses++
-	s.last.pause = report
-	return Transition{Changed: true, Bytes: report.Released, Copied: report.Copied}, nil
+	return s.notePause(report), nil
 }
 
-func (s *Session) pause(ctx context.Context) (r PauseReport, err error) {
+// notePause notes what a pause did. mu is held.
+func (s *Session) notePause(report PauseReport) Transition {
+	s.pauses++
+	s.last.pause = report
+	return Transition{Changed: true, Bytes: report.Released, Copied: report.Copied, Held: report.Held, HeldBy: report.HeldBy}
+}
+
+// pauseMore gives back what NCCL has allocated since the pause, which stays.
+func (s *Session) pauseMore() (done Transition, err error) {
+	if !s.space.Pausable() {
+		return done, nil
+	}
 	clock := newClock()
-	if err := s.launched(ctx); err != nil {
+	report, err := s.vacate(clock, s.node.StayStopped)
+	if err != nil {
+		return done, fmt.Errorf("NCCL's memory is paused, but what it has allocated since is not given back: %w", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.notePause(report), nil
+}
+
+// pause is a pause of an active process's memory, or after a resume that has not ended.
+func (s *Session) pause() (r PauseReport, err error) {
+	r, err = s.vacate(newClock(), func(ctx context.Context) error {
+		relied, err := s.node.Quiesce(ctx)
+		if err != nil {
+			s.mu.Lock()
+			s.relied = relied
+			s.mu.Unlock()
+		}
+		return err
+	})
+	if errors.Is(err, errVacate) && s.space.Whole() {
+		s.standDown()
+	}
+	return r, err
+}
+
+// errVacate says that a pause has failed after all peers had relied on it.
+var errVacate = errors.New("give memory back")
+
+// vacate gives the memory back once quiesce says that no peer uses it.
+func (s *Session) vacate(clock *clock, quiesce func(ctx context.Context) error) (r PauseReport, err error) {
+	if err := s.within(s.launched); err != nil {
 		return r, err
 	}
-	if err := s.space.Synchronize(ctx); err != nil {
+	if err := s.within(s.space.Synchronize); err != nil {
 		return r, fmt.Errorf("synchronize: %w", err)
 	}
 	s.space.Leave(true)
 	defer s.space.Leave(false)
-	relied, err := s.node.Quiesce(ctx)
-	if err != nil {
-		s.mu.Lock()
-		s.relied = relied
-		s.mu.Unlock()
+	if err := s.within(quiesce); err != nil {
 		return r, fmt.Errorf("quiesce: %w", err)
 	}
 	r.Quiesce = clock.lap()
-	p, err := s.space.Vacate(s.arena)
+	p, err := vacate(s.space, s.arena)
 	if err != nil {
-		if s.space.Whole() {
-			s.standDown()
-		}
-		return r, err
+		return r, fmt.Errorf("%w: %w", errVacate, err)
 	}
 	r.Copy = p.Copying.Seconds()
 	r.Release = clock.lap() - r.Copy
 	r.Released, r.Detached, r.Copied = p.Released, p.Detached, p.Copied
+	r.Held, r.HeldBy = s.unmapped()
+	r.Freed = clock.lap()
 	r.Seconds = clock.total()
 	return r, nil
+}
+
+// vacate makes a panic an error, so that the pause is taken back as after any other.
+func vacate(space *vmm.Space, store offload.Store) (p vmm.Paused, err error) {
+	err = rescue.Err(func() (err error) {
+		p, err = space.Vacate(store)
+		return err
+	})
+	return p, err
+}
+
+// unmapped waits until no peer maps what was released, so that it is free on the device.
+// It answers how many bytes of it are not when the deadline has passed, and who maps them.
+func (s *Session) unmapped() (held uint64, by []Holder) {
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	var blocks []uint64
+	for _, h := range s.node.WaitUnmapped(ctx, s.space.Absent()) {
+		by = append(by, Holder{h.PID, h.Group, s.space.Sizes(h.Blocks)})
+		blocks = append(blocks, h.Blocks...)
+	}
+	if held = s.space.Sizes(blocks); held > 0 {
+		slog.Warn("paused, but peers still map memory that was given back: it is free once they have paused, resumed or ended",
+			"held_bytes", held, "held_by", by)
+	}
+	return held, by
 }
 
 // launched waits until no thread is in a launch that it began before the guard
@@ -355,12 +441,17 @@ func (s *Session) launched(ctx context.Context) error {
 
 // standDown ends a pause that failed after all peers had relied on it.
 func (s *Session) standDown() {
-	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-	defer cancel()
-	s.node.Ready(ctx, s.space.Generation())
+	s.tellReady()
 	s.mu.Lock()
 	s.relied = s.space.Owners()
 	s.mu.Unlock()
+}
+
+// tellReady tells the peers that this process's memory has its contents.
+func (s *Session) tellReady() {
+	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
+	defer cancel()
+	s.node.Ready(ctx, s.space.Generation())
 }
 
 // ResumeReport says what a resume did. Sizes are bytes, times seconds.
@@ -376,25 +467,25 @@ type ResumeReport struct {
 
 // resumeNCCL restores NCCL's memory. In an active process it restores what a
 // failed pause has left stale, if anything.
-func (s *Session) resumeNCCL(ctx context.Context) (done Transition, err error) {
-	if err := s.take(ctx); err != nil {
+func (s *Session) resumeNCCL() (done Transition, err error) {
+	if err := s.within(s.take); err != nil {
 		return done, err
 	}
 	defer s.give()
 	if s.is(Active, false) {
-		return done, s.refresh(ctx)
+		return done, s.refresh()
 	}
 	clock := newClock()
 	report := ResumeReport{}
 	if !s.is(Paused, true) {
-		if report, err = s.restore(ctx, s.space, s.node.Generation, clock); err != nil {
+		if report, err = s.restore(s.space, s.node.Generation, clock); err != nil {
 			return done, err
 		}
 		s.mu.Lock()
 		s.unfinished = true
 		s.mu.Unlock()
 	}
-	if err := s.meet(ctx); err != nil {
+	if err := s.meet(); err != nil {
 		return done, fmt.Errorf("this process's memory is back, a peer's is not: %w", err)
 	}
 	report.Ready = clock.lap()
@@ -409,15 +500,14 @@ func (s *Session) resumeNCCL(ctx context.Context) (done Transition, err error) {
 
 // restore brings back everything whose failure can be undone. current answers
 // the generation that an owner has said is ready.
-func (s *Session) restore(ctx context.Context, space *vmm.Space, current func(owner peer.Identity) uint64, clock *clock) (
-	r ResumeReport, err error) {
+func (s *Session) restore(space *vmm.Space, current func(owner peer.Identity) uint64, clock *clock) (r ResumeReport, err error) {
 	restored, err := space.Restore()
 	if err != nil {
 		return r, errors.Join(err, space.Fill())
 	}
 	r.Restored, r.Copied = restored.Bytes, restored.Copied
 	r.Create = clock.lap()
-	err = space.Attach(ctx, current)
+	err = s.within(func(ctx context.Context) error { return space.Attach(ctx, current) })
 	r.Peers = clock.lap()
 	err = errors.Join(err, space.Fill())
 	r.Copy = clock.lap()
@@ -429,25 +519,26 @@ func (s *Session) restore(ctx context.Context, space *vmm.Space, current func(ow
 
 // meet tells the peers that this process's memory is ready, and waits until
 // theirs is. A peer that had to start again has new memory by then.
-func (s *Session) meet(ctx context.Context) error {
+func (s *Session) meet() error {
 	s.space.Resumed(false)
-	s.node.Ready(ctx, s.space.Generation())
+	s.tellReady()
 	for {
-		if err := s.node.WaitReady(ctx); err != nil {
+		if err := s.within(s.node.WaitReady); err != nil {
 			return err
 		}
 		if !s.space.Stale(s.node.Generation) {
 			return nil
 		}
-		if err := s.space.Attach(ctx, s.node.Generation); err != nil {
+		err := s.within(func(ctx context.Context) error { return s.space.Attach(ctx, s.node.Generation) })
+		if err != nil {
 			return err
 		}
 	}
 }
 
 // refresh maps peers' memory that was replaced while this process was active.
-func (s *Session) refresh(ctx context.Context) error {
-	if err := s.space.Arrived(ctx); err != nil {
+func (s *Session) refresh() error {
+	if err := s.within(s.space.Arrived); err != nil {
 		return err
 	}
 	s.mu.Lock()
@@ -456,7 +547,7 @@ func (s *Session) refresh(ctx context.Context) error {
 	if !behind && !s.space.Stale(s.node.Generation) {
 		return nil
 	}
-	return s.meet(ctx)
+	return s.meet()
 }
 
 // Group answers the group ID.

@@ -273,6 +273,35 @@ func TestLaunchesWaitForImports(t *testing.T) {
 	intact(t, a, b)
 }
 
+// So does one of a process whose turn somebody has, who is not pausing: host memory that
+// takes its time is got, or given back.
+func TestLaunchesWaitForImportsDuringATurn(t *testing.T) {
+	all := start(t, 2, 10*time.Second)
+	a, b := all[0], all[1]
+	require.NoError(t, b.Pause(Tag)) // it serves nothing now
+	registrations := simtest.Calls(t, "cuMemHostRegister")
+	simtest.Delay(t, "cuMemHostRegister", 1, 500*time.Millisecond)
+	grown := make(chan error, 1)
+	go func() {
+		_, err := a.growHost()
+		grown <- err
+	}()
+	soon(t, func() bool { return simtest.Calls(t, "cuMemHostRegister") > registrations }, "the turn is held")
+	a.imports(t, b)
+	require.Equal(t, Arriving, a.position())
+	require.Empty(t, grown, "the turn was given up too early for this test")
+	require.NoError(t, <-grown)
+	require.Equal(t, Arriving, a.position())
+
+	// While the turn is held it opens, too, as soon as the memory is here.
+	require.NoError(t, a.take(context.Background()))
+	require.NoError(t, b.Resume(Tag))
+	require.NoError(t, a.Arrived())
+	require.Equal(t, Open, a.position())
+	a.Session.give()
+	intact(t, a, b)
+}
+
 // Memory that does not come in time leaves launches refused, until a resume has mapped it.
 func TestImportsThatFail(t *testing.T) {
 	all := start(t, 2, 10*time.Second)
@@ -659,4 +688,146 @@ func TestPeerEndsWhileActive(t *testing.T) {
 	for _, own := range append(a.own, a.theirs...) {
 		require.True(t, own.intact(), "an ended peer's memory too")
 	}
+}
+
+// unevenly makes b's pause take longer than a's by the time that the first piece of host
+// memory takes, before b lets go of a's memory.
+func unevenly(t *testing.T, a *process, longer time.Duration) {
+	t.Helper()
+	_, err := a.growHost()
+	require.NoError(t, err)
+	simtest.Delay(t, "cuMemHostRegister", 1, longer)
+}
+
+// When a pause returns, the memory is free on the device, though a peer is slower.
+func TestPausedMemoryIsFree(t *testing.T) {
+	all := start(t, 2, 20*time.Second)
+	a, b := all[0], all[1]
+	together(t, a, b)
+	unevenly(t, a, 700*time.Millisecond)
+	paused := make(chan error, 1)
+	go func() { paused <- b.Pause(Tag) }()
+	done, err := a.Session.Pause(Tag)
+	require.NoError(t, err)
+	require.LessOrEqual(t, simtest.Used(t, 0), 18*mib, "none but b's own memory is in use")
+	require.Zero(t, done.Held)
+	require.Equal(t, []string{Tag}, done.Tags)
+	require.NoError(t, <-paused)
+	require.Zero(t, simtest.Used(t, 0))
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
+	connected(t, a, b)
+}
+
+// Past its deadline a pause stands, and says how much is not free, and because of whom.
+func TestHeldPastTheDeadline(t *testing.T) {
+	all := start(t, 2, 20*time.Second)
+	a, b := all[0], all[1]
+	together(t, a, b)
+	unevenly(t, a, 1500*time.Millisecond)
+	paused := make(chan error, 1)
+	go func() { paused <- b.Pause(Tag) }()
+	soon(t, func() bool { return a.Stats("").Peers[0].Stopped }) // a would wait no longer for that
+	a.options.Timeout = 300 * time.Millisecond
+	done, err := a.Session.Pause(Tag)
+	a.options.Timeout = 20 * time.Second
+	require.NoError(t, err)
+	require.Empty(t, paused, "b was too fast for this test")
+	want := []Holder{{PID: os.Getpid(), Group: 0, Bytes: 18 * mib}}
+	require.Equal(t, 18*mib, done.Held)
+	require.Equal(t, want, done.HeldBy)
+	require.Equal(t, Paused, a.State())
+	require.Equal(t, want, a.Stats("").LastPause.HeldBy)
+	require.Equal(t, 36*mib, simtest.Used(t, 0))
+	require.NoError(t, <-paused)
+	require.Zero(t, simtest.Used(t, 0))
+	for range 2 {
+		require.NoError(t, resumeAll(a, b))
+		intact(t, a, b)
+		connected(t, a, b)
+		require.NoError(t, pauseAll(a, b))
+		require.Zero(t, a.Stats("").LastPause.Held+b.Stats("").LastPause.Held)
+	}
+	require.NoError(t, resumeAll(a, b))
+}
+
+// What a peer can't unmap is held, and its owner does not wait for it.
+func TestHeldByWhoCannotUnmap(t *testing.T) {
+	all := start(t, 2, 20*time.Second)
+	b, a := all[0], all[1] // a's unmapping comes second
+	b.maps(t, a)
+	_, err := b.growHost()
+	require.NoError(t, err)
+	simtest.Delay(t, "cuMemHostRegister", 1, 500*time.Millisecond)
+	simtest.Fault(t, "cuMemUnmap", 1, cuda.ErrUnknown)
+	begun := time.Now()
+	require.NoError(t, pauseAll(a, b))
+	require.Less(t, time.Since(begun), 10*time.Second)
+	held := a.Stats("").LastPause.Held
+	require.Contains(t, []uint64{2 * mib, 16 * mib}, held)
+	require.Equal(t, held, simtest.Used(t, 0))
+	require.Zero(t, b.Stats("").LastPause.Held)
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
+	require.NoError(t, pauseAll(a, b))
+	require.Zero(t, a.Stats("").LastPause.Held)
+	require.Zero(t, simtest.Used(t, 0))
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
+}
+
+// What NCCL has allocated, and peers have mapped, since a pause is given back by the next,
+// and comes back with all else.
+func TestPauseOfWhatIsNewSince(t *testing.T) {
+	all := start(t, 2, 20*time.Second)
+	a, b := all[0], all[1]
+	together(t, a, b)
+	require.NoError(t, pauseAll(a, b))
+	for range 3 {
+		for i, p := range all {
+			p.allocate(t, 3*mib, uint64(1000*len(p.own)+i))
+		}
+		require.NotZero(t, simtest.Used(t, 0))
+		done, err := a.Session.Pause(Tag)
+		require.NoError(t, err)
+		require.True(t, done.Changed)
+		require.Empty(t, done.Tags, "it was paused before")
+		require.NotZero(t, done.Bytes)
+		require.NoError(t, b.Pause(""))
+		require.Zero(t, simtest.Used(t, 0))
+		done, err = a.Session.Pause(Tag)
+		require.NoError(t, err)
+		require.False(t, done.Changed)
+	}
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
+	require.NoError(t, pauseAll(a, b))
+	require.Zero(t, simtest.Used(t, 0))
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
+}
+
+// A pause of what is new fails where a peer that maps it is active, and what was paused
+// stays so, with its contents.
+func TestPauseOfWhatIsNewSinceFails(t *testing.T) {
+	all := start(t, 2, 20*time.Second)
+	a, b := all[0], all[1]
+	require.NoError(t, a.Pause(Tag))
+	old := a.own
+	a.own = nil
+	a.allocate(t, 3*mib, 77)
+	b.maps(t, a)
+	a.own = append(old, a.own...)
+	used := simtest.Used(t, 0)
+	err := a.hurried(a.Pause)
+	require.ErrorContains(t, err, "waiting for pid")
+	require.ErrorContains(t, err, "what it has allocated since")
+	require.Equal(t, Paused, a.State())
+	require.Equal(t, used, simtest.Used(t, 0))
+	simtest.Fault(t, "cuMemcpyDtoHAsync", 1, cuda.ErrUnknown)
+	require.ErrorIs(t, pauseAll(a, b), cuda.ErrUnknown)
+	require.NoError(t, pauseAll(a, b))
+	require.Zero(t, simtest.Used(t, 0))
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
 }

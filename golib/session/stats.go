@@ -112,5 +112,6 @@ func (s *Session) Stats(version string) Stats {
 	stats.State = s.state.String()
 	stats.Pauses, stats.Resumes = s.pauses, s.resume
 	stats.LastPause, stats.LastResume = s.last.pause, s.last.resume
+	stats.LastPause.HeldBy = append([]Holder{}, s.last.pause.HeldBy...) // a list, if there are none too
 	return stats
 }

@@ -1,13 +1,11 @@
 package session
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
 	"strings"
-	"time"
 )
 
 // Tag is the built-in tag of NCCL's memory.
@@ -19,12 +17,41 @@ type Transition struct {
 	Seconds float64 `json:"seconds"`
 	Bytes   uint64  `json:"bytes"` // of device memory, given back or restored
 	Copied  uint64  `json:"copied_bytes"`
+	// The tags that were all active and are paused now, or the other way round.
+	Tags []string `json:"tags"`
+	// Of Bytes, what peers of NCCL's still mapped when a pause's deadline had passed: it is
+	// not free yet.
+	Held   uint64   `json:"held_bytes"`
+	HeldBy []Holder `json:"held_by"`
 }
 
 func (t *Transition) add(other Transition) {
 	t.Changed = t.Changed || other.Changed
 	t.Bytes += other.Bytes
 	t.Copied += other.Copied
+	t.Held += other.Held
+	t.HeldBy = append(t.HeldBy, other.HeldBy...)
+}
+
+// states answers the state of each tag.
+func (s *Session) states() map[string]State {
+	states := map[string]State{}
+	for _, tag := range s.Tags() {
+		states[tag], _ = s.TagState(tag)
+	}
+	return states
+}
+
+// changedTags lists the tags that have another state than before.
+func (s *Session) changedTags(before map[string]State) []string {
+	tags := []string{}
+	for tag, state := range s.states() {
+		if was, known := before[tag]; known && was != state {
+			tags = append(tags, tag)
+		}
+	}
+	slices.Sort(tags)
+	return tags
 }
 
 // choose answers what a comma-separated list of tags names: "" is all.
@@ -71,41 +98,38 @@ func (s *Session) Pause(tags string) (done Transition, err error) {
 		return done, err
 	}
 	defer s.tidyRegions()
-	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-	defer cancel()
-	clock := newClock()
+	clock, before := newClock(), s.states()
 	var paused []*Region
 	for _, r := range regions {
-		t, err := r.pause(ctx)
-		if t.Changed {
+		already := r.isPaused()
+		t, err := r.pause()
+		if t.Changed && !already {
 			paused = append(paused, r)
 		}
 		done.add(t)
 		if err != nil {
-			return Transition{}, errors.Join(fmt.Errorf("pause %q: %w", r.tag, err), undo(paused, s.options.Timeout))
+			return Transition{}, errors.Join(fmt.Errorf("pause %q: %w", r.tag, err), undo(paused))
 		}
 	}
 	if nccl { // last: it alone waits for other processes' callers
-		t, err := s.pauseNCCL(ctx)
+		t, err := s.pauseNCCL()
 		if err != nil {
-			return Transition{}, errors.Join(fmt.Errorf("pause: %w", err), undo(paused, s.options.Timeout))
+			return Transition{}, errors.Join(fmt.Errorf("pause: %w", err), undo(paused))
 		}
 		done.add(t)
 	}
 	if done.Changed {
-		done.Seconds = clock.total()
+		done.Seconds, done.Tags = clock.total(), s.changedTags(before)
 		slog.Info("paused", "tags", tags, "released_bytes", done.Bytes, "copied_bytes", done.Copied, "seconds", done.Seconds)
 	}
 	return done, nil
 }
 
 // undo resumes what a pause that failed had paused.
-func undo(regions []*Region, timeout time.Duration) error {
-	ctx, cancel := context.WithTimeout(context.Background(), timeout)
-	defer cancel()
+func undo(regions []*Region) error {
 	var errs []error
 	for _, r := range regions {
-		if _, err := r.resume(ctx); err != nil {
+		if _, err := r.resume(); err != nil {
 			errs = append(errs, fmt.Errorf("%q stays paused: %w", r.tag, err))
 		}
 	}
@@ -121,26 +145,24 @@ func (s *Session) Resume(tags string) (done Transition, err error) {
 		return done, err
 	}
 	defer s.tidyRegions()
-	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-	defer cancel()
-	clock := newClock()
+	clock, before := newClock(), s.states()
 	var errs []error // one tag's failure keeps no other paused: other processes may wait for it
 	for _, r := range regions {
-		t, err := r.resume(ctx)
+		t, err := r.resume()
 		done.add(t)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("resume %q: %w", r.tag, err))
 		}
 	}
 	if nccl {
-		t, err := s.resumeNCCL(ctx)
+		t, err := s.resumeNCCL()
 		done.add(t)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("resume: %w", err))
 		}
 	}
 	if done.Changed {
-		done.Seconds = clock.total()
+		done.Seconds, done.Tags = clock.total(), s.changedTags(before)
 		slog.Info("resumed", "tags", tags, "restored_bytes", done.Bytes, "seconds", done.Seconds)
 	}
 	return done, errors.Join(errs...)

@@ -35,6 +35,7 @@ type block struct {
 	lost     bool               // imported: the owner has freed it or has ended, and it is not mapped
 	claims   int                // imported: how many handles are unclaimed
 	outlived int                // imported: how many handles are
+	told     bool               // imported: the owner knows that it could not be unmapped
 }
 
 // awaited is a part of a slab that was freed, and the number of the chunk that it was.

@@ -81,6 +81,20 @@ func (s *Space) pausable() []*memory {
 	return s.own(func(m *memory) bool { return m.live && m.keep == "" })
 }
 
+// added lists that of it that was allocated since the last pause, if that has not been
+// resumed: nothing is kept of it. mu is held.
+func (s *Space) added() []*memory {
+	return slices.DeleteFunc(s.pausable(), func(m *memory) bool { return len(m.contents()) > 0 })
+}
+
+// Pausable tells whether there is own memory that a pause would release, in spite of the
+// last one.
+func (s *Space) Pausable() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.added()) > 0
+}
+
 // own lists the own memory for which choose answers true, by device and then by
 // address. mu is held.
 func (s *Space) own(choose func(m *memory) bool) []*memory {
@@ -151,7 +165,8 @@ func (s *Space) Leave(leaving bool) {
 
 // Vacate copies the contents of all own memory that a pause releases to the
 // store and gives the memory back, and lets go of peers' memory. Kernels that
-// could write to it must have ended, here and in all peers.
+// could write to it must have ended, here and in all peers. Of a paused Space that is
+// what was allocated since, beside what is kept already.
 //
 // While the copies run, peers' memory is let go of, and own memory as soon as
 // it is copied, so that little is left to do after the last copy. If a copy or
@@ -161,18 +176,21 @@ func (s *Space) Leave(leaving bool) {
 func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	s.structure.Lock()
 	defer s.structure.Unlock()
+	already, done := s.paused, false
 	s.paused = true
+	var list []*memory
 	defer func() {
-		if err != nil {
+		if !done { // or a panic
 			p = Paused{}
-			s.Resumed(false)
-			s.paused = !s.Whole()
+			s.forget(list)
+			s.paused = already || !s.Whole()
 		}
 	}()
 	s.store = store
 	s.mu.Lock()
 	s.letGos++
-	list := s.pausable()
+	list = s.added()
+	keeps := slices.ContainsFunc(slices.Collect(maps.Values(s.blocks)), func(b *block) bool { return b.contents != nil })
 	for _, m := range list {
 		for _, b := range m.blocks {
 			b.contents = s.plan(b)
@@ -184,7 +202,11 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	}
 	s.mu.Unlock()
 	started := time.Now()
-	if err := s.copyOut(list, store, p.Copied); err != nil {
+	begin := store.Begin
+	if keeps {
+		begin = store.More
+	}
+	if err := s.copyOut(list, store, begin, p.Copied); err != nil {
 		return p, fmt.Errorf("copy out: %w", err)
 	}
 	if err := s.AnyDevice(func() error {
@@ -213,15 +235,16 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 		return p, errors.Join(err, s.putBack(released), s.waitStreams())
 	}
 	s.endUnusedSlabs(list)
+	done = true
 	return p, nil
 }
 
 // copyOut starts to copy out the contents of the memory, which is sorted by
 // device. On failure no copy is under way.
-func (s *Space) copyOut(list []*memory, store offload.Store, total uint64) error {
+func (s *Space) copyOut(list []*memory, store offload.Store, begin func(total uint64) error, total uint64) error {
 	defer store.Done()
 	store.Prefer(s.node())
-	if err := store.Begin(total); err != nil {
+	if err := begin(total); err != nil {
 		return err
 	}
 	used := map[*Device]int{}
@@ -266,6 +289,7 @@ func (s *Space) node() int {
 // driver refuses to let go stays mapped: nothing is lost, and the next resume
 // replaces it.
 func (s *Space) detach() (bytes uint64) {
+	defer s.tellOwners(s.mapped())
 	for _, m := range s.attached() {
 		if err := s.evaporate(m); err != nil {
 			slog.Warn("peer's memory stays mapped", "peer", m.owner.String(), "error", err)
@@ -274,6 +298,15 @@ func (s *Space) detach() (bytes uint64) {
 		bytes += m.size
 	}
 	return bytes
+}
+
+// mapped lists the memory that is mapped of peers who may wait until it is not.
+func (s *Space) mapped() []*memory {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.DeleteFunc(s.imported(), func(m *memory) bool {
+		return !m.live || m.owner.Group != s.peers.Self().Group || s.peers.Gone(*m.owner)
+	})
 }
 
 // endUnusedSlabs ends slabs without memory that nobody needs. What else of the
@@ -495,6 +528,7 @@ func (s *Space) Abandon() error {
 	s.structure.Lock()
 	defer s.structure.Unlock()
 	s.paused = true
+	defer s.tellOwners(s.mapped())
 	list := s.attached()
 	s.mu.Lock()
 	list = append(list, s.own(func(m *memory) bool { return m.live && len(m.contents()) > 0 })...)
@@ -526,6 +560,25 @@ func (s *Space) Resumed(retain bool) {
 	}
 }
 
+// forget forgets the contents kept of the memory that is there, after a pause of it that
+// has failed.
+func (s *Space) forget(list []*memory) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, m := range list {
+		for _, b := range m.blocks {
+			if !m.live {
+				continue
+			}
+			b.contents = nil
+			for _, h := range b.handles {
+				h.backup = nil
+			}
+		}
+		m.filling = false
+	}
+}
+
 // Empty tells whether there is no own memory, paused or not.
 func (s *Space) Empty() bool {
 	s.mu.Lock()
@@ -543,6 +596,34 @@ func (s *Space) Whole() bool {
 		}
 	}
 	return true
+}
+
+// Absent lists the own blocks whose memory a pause has given back.
+func (s *Space) Absent() map[uint64]bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := map[uint64]bool{}
+	for _, b := range s.blocks {
+		if !b.mem.live {
+			list[b.id] = true
+		}
+	}
+	return list
+}
+
+// Sizes answers how many bytes of memory the own blocks stand on, all of which is mapped
+// by who maps any of it.
+func (s *Space) Sizes(ids []uint64) (bytes uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	counted := map[*memory]bool{}
+	for _, id := range ids {
+		if b := s.blocks[id]; b != nil && !counted[b.mem] {
+			counted[b.mem] = true
+			bytes += b.mem.size
+		}
+	}
+	return bytes
 }
 
 // Generation answers how often this process's memory was restored.

@@ -353,6 +353,7 @@ func (s *Space) fetched(ctx context.Context, owner peer.Identity, blocks []uint6
 		s.mu.Unlock()
 		list, generation, err := s.peers.Fetch(ctx, owner, blocks, now)
 		if err != nil {
+			s.tellUnused(owner, blocks, nil)
 			return err
 		}
 		s.structure.RLock()
@@ -362,13 +363,64 @@ func (s *Space) fetched(ctx context.Context, owner peer.Identity, blocks []uint6
 		if !again {
 			err = f(list, generation)
 		}
-		s.structure.RUnlock()
 		closeAll(list)
+		s.tellUnused(owner, blocks, list)
+		s.structure.RUnlock()
 		if err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// tellUnused tells an owner which blocks of a fetch, whose descriptors are closed, are not
+// mapped here.
+func (s *Space) tellUnused(owner peer.Identity, ids []uint64, list []peer.Memory) {
+	if s.options.Region != "" {
+		return // its owner makes each process let go, and hears from each
+	}
+	var number uint64
+	if len(list) > 0 {
+		number = list[0].Number
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var unused []uint64
+	for _, id := range ids { // one that has ended is dropped
+		if b := s.imports[importKey{owner.ID, id}]; b != nil && !b.mem.live {
+			unused = append(unused, id)
+		}
+	}
+	if len(unused) > 0 {
+		s.peers.Unmapped(owner, number, unused, nil)
+	}
+}
+
+// tellOwners tells owners which of the peers' memory, all of which was mapped, is not any
+// more.
+func (s *Space) tellOwners(list []*memory) {
+	if s.options.Region != "" {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	gone, kept := map[peer.Identity][]uint64{}, map[peer.Identity][]uint64{}
+	for _, m := range list {
+		to := gone
+		if m.live {
+			to = kept
+		}
+		for _, b := range m.blocks {
+			to[*m.owner] = append(to[*m.owner], b.id)
+		}
+	}
+	for owner, blocks := range gone {
+		s.peers.Unmapped(owner, 0, blocks, kept[owner])
+		delete(kept, owner)
+	}
+	for owner, blocks := range kept {
+		s.peers.Unmapped(owner, 0, nil, blocks)
+	}
 }
 
 // settleView gives a peer's block its home: for a slab, where it stands in the

@@ -39,6 +39,7 @@ type Peers interface {
 	Self() peer.Identity
 	Fetch(ctx context.Context, owner peer.Identity, blocks []uint64, now bool) ([]peer.Memory, uint64, error)
 	Drop(owner peer.Identity, block uint64)
+	Unmapped(owner peer.Identity, number uint64, gone, kept []uint64)
 	Freed(block uint64)
 	Importers(block uint64) []peer.ID // in order
 	Settle(part peer.Part) (unused bool)
@@ -292,9 +293,13 @@ func (s *Space) discard(b *block) error {
 		if err := s.evaporate(b.mem); err != nil {
 			s.mu.Lock()
 			s.stuck = append(s.stuck, b)
+			s.tellOwner(b, true)
 			s.mu.Unlock()
 			return err
 		}
+		s.mu.Lock()
+		s.tellOwner(b, false)
+		s.mu.Unlock()
 	}
 	err := s.unsettle(b)
 	if b.owner == nil {
@@ -314,5 +319,18 @@ func (s *Space) discardStuck() {
 		if err := s.discard(b); err != nil {
 			slog.Warn("memory that was freed stays on the device until the next pause", "bytes", b.size, "error", err)
 		}
+	}
+}
+
+// tellOwner tells the owner of a peer's block that has ended, whose Drop was said
+// before it was unmapped, if it stays mapped after all, and once it does not. mu is held.
+func (s *Space) tellOwner(b *block, kept bool) {
+	switch {
+	case b.owner == nil || s.options.Region != "" || (!kept && !b.told):
+	case kept:
+		b.told = true
+		s.peers.Unmapped(*b.owner, 0, nil, []uint64{b.id})
+	default:
+		s.peers.Unmapped(*b.owner, 0, []uint64{b.id}, nil)
 	}
 }

@@ -85,6 +85,8 @@ func (p port) Drop(owner peer.Identity, block uint64) {
 	p.maps[key] = slices.DeleteFunc(slices.Clone(p.maps[key]), func(id peer.ID) bool { return id == p.self.ID })
 }
 
+func (p port) Unmapped(peer.Identity, uint64, []uint64, []uint64) {}
+
 func (p port) Importers(block uint64) []peer.ID {
 	p.mu.Lock()
 	defer p.mu.Unlock()

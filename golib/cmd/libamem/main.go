@@ -22,6 +22,7 @@ static inline int amem_launches(const int *launches) { return __atomic_load_n(la
 import "C"
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -29,6 +30,7 @@ import (
 	"log/slog"
 	"os"
 	"runtime"
+	"slices"
 	"time"
 	"unsafe"
 
@@ -300,13 +302,26 @@ func report(done session.Transition, err error, text *C.char) C.int {
 	if err != nil {
 		return controlError(err, text)
 	}
+	if done.Tags == nil {
+		done.Tags = []string{}
+	}
+	// The largest holders only, if there are many: held_bytes counts all.
+	slices.SortStableFunc(done.HeldBy, func(a, b session.Holder) int { return cmp.Compare(b.Bytes, a.Bytes) })
+	done.HeldBy = append([]session.Holder{}, done.HeldBy[:min(len(done.HeldBy), maxHolders)]...)
 	body, err := json.Marshal(done)
+	if err == nil && len(body) >= C.AMEM_REPORT_TEXT {
+		done.Tags = nil // of many odd bytes: none are told
+		body, err = json.Marshal(done)
+	}
 	if err != nil {
 		return controlError(err, text)
 	}
-	writeText(text, string(body))
+	writeTo(text, string(body), C.AMEM_REPORT_TEXT)
 	return C.AMEM_OK
 }
+
+// maxHolders bounds the holders of a report.
+const maxHolders = 32
 
 //export amemState
 func amemState(tag *C.char) (answer C.int) {
@@ -524,8 +539,10 @@ func guardControl(r any, status C.int, text *C.char) C.int {
 }
 
 // writeText writes to a buffer of AMEM_ERROR_TEXT bytes.
-func writeText(text *C.char, what string) {
-	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), C.AMEM_ERROR_TEXT)
+func writeText(text *C.char, what string) { writeTo(text, what, C.AMEM_ERROR_TEXT) }
+
+func writeTo(text *C.char, what string, size int) {
+	to := unsafe.Slice((*byte)(unsafe.Pointer(text)), size)
 	n := copy(to[:len(to)-1], what)
 	to[n] = 0
 }
