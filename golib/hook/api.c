@@ -258,7 +258,7 @@ PUBLIC char *amem_stats_json(void) {
                  "\"paused_bytes\":0,\"devices\":[],\"resident\":{},\"host\":{\"arena_bytes\":0},\"peers\":[],"
                  "\"regions\":[],\"sharers\":[],\"pauses\":0,\"resumes\":0,"
                  "\"last_pause\":{\"seconds\":0,\"quiesce_seconds\":0,\"copy_seconds\":0,\"release_seconds\":0,"
-                 "\"bytes\":0,\"detached_bytes\":0,\"copied_bytes\":0},"
+                 "\"freed_seconds\":0,\"bytes\":0,\"detached_bytes\":0,\"copied_bytes\":0,\"held_bytes\":0,\"held_by\":[]},"
                  "\"last_resume\":{\"seconds\":0,\"create_seconds\":0,\"peers_seconds\":0,\"copy_seconds\":0,"
                  "\"ready_seconds\":0,\"bytes\":0,\"copied_bytes\":0},"
                  "\"driver_calls\":{},\"messages_sent\":0}",

@@ -45,6 +45,14 @@ class State(enum.Enum):
     PAUSED = 3
 
 
+class HolderStats(TypedDict):
+    """A process that still maps memory which a pause has given back."""
+
+    pid: int
+    group: int
+    bytes: int
+
+
 class LastPause(TypedDict):
     """The last pause of NCCL's memory."""
 
@@ -52,9 +60,12 @@ class LastPause(TypedDict):
     quiesce_seconds: float
     copy_seconds: float
     release_seconds: float
+    freed_seconds: float
     bytes: int
     detached_bytes: int
     copied_bytes: int
+    held_bytes: int
+    held_by: list[HolderStats]
 
 
 class LastResume(TypedDict):

@@ -84,3 +84,20 @@ def test_a_communicator_is_noticed() -> None:
     assert _api._torch_has_communicator()
     with pytest.raises(amem.NotEnabledError, match=r"torch\.distributed uses NCCL.*amem\.enable"):
         amem.pause()
+
+
+def test_a_pause_of_all_is_refused_where_regions_are_and_nccl_is_not_hooked() -> None:
+    with amem.region("weights"):
+        block = Block(30 * MB)
+    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+    tensor = torch.empty(4, device="cuda")
+    distributed.all_reduce(tensor)
+    full = blocks.used()
+    assert amem.state("nccl") is amem.State.OFF
+    with pytest.raises(amem.NotEnabledError, match=r"torch\.distributed uses NCCL.*name the tags"):
+        amem.pause()
+    assert blocks.used() == full and amem.state("weights") is amem.State.ACTIVE
+    with amem.paused("weights") as done:
+        assert done.tags == ("weights",)
+        assert full - blocks.used() == done.bytes > 0
+    block.check()

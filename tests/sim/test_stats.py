@@ -92,6 +92,17 @@ def test_a_region_without_nccl_has_lists() -> None:
         assert (stats["devices"], stats["peers"]) == ([], [])
 
 
+def test_a_report_has_room_for_every_tag() -> None:
+    with ranks(1) as group:
+        group.all("start_without_nccl", device=0)
+        tags = [f"{number:064}" for number in range(128)]
+        for tag in tags:
+            group[0].call("allocate", tag=tag, size=2 * MIB, seed=1)
+        for verb in ("pause", "resume"):
+            done = group[0].call(verb)
+            assert done["changed"] and sorted(done["tags"]) == tags
+
+
 def test_out_of_memory_has_its_figures() -> None:
     with ranks(1, {"AMEM_SIM_MEMORY": str(256 * MIB)}) as group:
         group.all("start_without_nccl", device=0)
