@@ -240,7 +240,7 @@ func TestHostMemoryAtRandom(t *testing.T) {
 			case <-stop:
 				ended <- nil
 				return
-			default:
+			case <-time.After(5 * time.Millisecond):
 			}
 			if err := f(); err != nil && !errors.Is(err, ErrState) {
 				ended <- err
@@ -252,7 +252,7 @@ func TestHostMemoryAtRandom(t *testing.T) {
 	var buffers []buffer
 	for i, p := range all {
 		number := p.region(t, "weights", BackupCPU)
-		regions, buffers = append(regions, number), append(buffers, p.torch(t, number, 48*mib, uint64(i+50)))
+		regions, buffers = append(regions, number), append(buffers, p.torch(t, number, 40*mib, uint64(i+50)))
 		go cycles(func() error { return p.FreeHost("") })
 		go cycles(func() error {
 			_, err := p.growHost()
@@ -260,7 +260,7 @@ func TestHostMemoryAtRandom(t *testing.T) {
 			return errors.Join(err, more)
 		})
 	}
-	for range 20 {
+	for range 6 {
 		for _, f := range []func(p *process) error{
 			func(p *process) error { return p.Pause("") }, func(p *process) error { return p.Resume("") },
 		} {
