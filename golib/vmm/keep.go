@@ -62,6 +62,12 @@ func (s *Space) memoryIn(p cuda.Ptr, size uint64) []*memory {
 // any is this Space's. It stays until the registration of the number has failed or
 // ended. buffer: it is a dma-buf that a registration may follow.
 func (s *Space) Keep(number uint64, p cuda.Ptr, size uint64, why string, buffer bool) (known bool) {
+	s.mu.Lock()
+	known = len(s.memoryIn(p, size)) > 0
+	s.mu.Unlock()
+	if !known { // most are of the host's: no pause holds them up
+		return false
+	}
 	s.structure.RLock() // a pause that is about to release it does so first, and the registration fails
 	defer s.structure.RUnlock()
 	s.mu.Lock()
