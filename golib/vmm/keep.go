@@ -44,16 +44,10 @@ func (s *Space) memoryIn(p cuda.Ptr, size uint64) []*memory {
 	}
 	// A peer's memory is mapped as a whole: parts of it may be of blocks that were
 	// not imported.
-	for _, w := range s.views {
-		if w.base == 0 || p >= w.base+cuda.Ptr(w.size) || p+cuda.Ptr(size) <= w.base {
-			continue
+	for _, b := range s.imports {
+		if m := b.mem; m.home != 0 && p < m.home+cuda.Ptr(m.size) && m.home < p+cuda.Ptr(size) {
+			add(m)
 		}
-		for _, m := range s.imported() {
-			if m.home != 0 && p < m.home+cuda.Ptr(m.size) && m.home < p+cuda.Ptr(size) {
-				add(m)
-			}
-		}
-		break
 	}
 	return list
 }
@@ -142,18 +136,19 @@ func (s *Space) unregister(choose func(r registration) bool) {
 	})
 	for _, r := range ended {
 		for _, m := range s.memoryIn(r.at, r.size) {
-			used := s.isRegistered(m)
-			if m.keep == KeepNIC && !used {
-				m.keep = ""
+			bound := r.why == KeepMulticast && m.keep == KeepMulticast && slices.Contains(r.took, m)
+			if m.keep != KeepNIC && !bound {
+				continue
 			}
-			if r.why == KeepMulticast && m.keep == KeepMulticast && slices.Contains(r.took, m) {
-				m.keep = map[bool]string{true: KeepNIC}[used]
+			m.keep = ""
+			if s.isRegistered(m) {
+				m.keep = KeepNIC
 			}
 		}
 	}
 }
 
-// isRegistered tells whether a NIC uses any of the memory. mu is held.
+// isRegistered returns whether a NIC uses any of the memory. mu is held.
 func (s *Space) isRegistered(m *memory) bool {
 	return slices.ContainsFunc(s.registered, func(r registration) bool {
 		return r.why == KeepNIC && slices.ContainsFunc(m.places(), func(p *mapping) bool { return r.overlaps(p.at, p.size) })
