@@ -72,12 +72,10 @@ func (s *Space) Keep(number uint64, p cuda.Ptr, size uint64, why string, buffer 
 	}
 	r := registration{number: number, at: p, size: size, why: why, buffer: buffer}
 	for _, m := range list {
-		if why == KeepNIC && m.keep != "" { // a NIC's registration may end: other reasons go first
+		if m.keep != "" && (m.keep != KeepNIC || why == KeepNIC) { // only a NIC's reason may end: others stay
 			continue
 		}
-		if m.keep != why {
-			r.took = append(r.took, m)
-		}
+		r.took = append(r.took, m)
 		m.keep = why
 		slog.Debug("memory stays resident", "why", why, "bytes", m.size)
 	}
