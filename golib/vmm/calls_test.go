@@ -561,6 +561,22 @@ func TestWhatEndsAtANIC(t *testing.T) {
 	s.Registered(s.Deregister(0x5000), 0)
 	keeps(0)
 
+	// Nor does a failure end another reason.
+	user, err := s.Create(2*mib, prop(0), 0, false)
+	require.NoError(t, err)
+	at, err := simtest.Driver().Reserve(2*mib, 0, 0, 0)
+	require.NoError(t, err)
+	require.NoError(t, n.finish(buffer{at, 2 * mib, user}))
+	for _, why := range []string{KeepNIC, KeepMulticast} {
+		require.True(t, s.Keep(9, at, 2*mib, why, false))
+		s.Registered(9, 0)
+		_, resident := s.Usage()
+		require.Equal(t, map[string]uint64{KeepUser: 2 * mib}, resident)
+	}
+	require.NoError(t, s.Unmap(at, 2*mib))
+	require.NoError(t, s.Release(user))
+	require.NoError(t, simtest.Driver().AddressFree(at, 2*mib))
+
 	// A failed binding takes a NIC's registration along as little as that takes a binding.
 	require.True(t, s.Keep(6, b.at, b.size, KeepNIC, false))
 	s.Registered(6, 0x6000)
@@ -574,7 +590,7 @@ func TestWhatEndsAtANIC(t *testing.T) {
 	_, resident = s.Usage()
 	require.Equal(t, map[string]uint64{KeepMulticast: 16 * mib}, resident)
 	simtest.Fill(b.at, 5, b.size)
-	_, err := pause(s, arena)
+	_, err = pause(s, arena)
 	require.NoError(t, err)
 	require.Equal(t, 16*mib, simtest.Used(t, 0)-before)
 	require.True(t, simtest.Holds(b.at, 5, b.size))

@@ -22,9 +22,14 @@ func (h *handle) settle(outlived bool) {
 		h.unclaimed = false
 		h.block.claims--
 	}
-	if h.outlived != outlived {
-		h.outlived = outlived
-		h.block.outlived += map[bool]int{true: 1, false: -1}[outlived]
+	if h.outlived == outlived {
+		return
+	}
+	h.outlived = outlived
+	if outlived {
+		h.block.outlived++
+	} else {
+		h.block.outlived--
 	}
 }
 

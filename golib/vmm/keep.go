@@ -44,16 +44,10 @@ func (s *Space) memoryIn(p cuda.Ptr, size uint64) []*memory {
 	}
 	// A peer's memory is mapped as a whole: parts of it may be of blocks that were
 	// not imported.
-	for _, w := range s.views {
-		if w.base == 0 || p >= w.base+cuda.Ptr(w.size) || p+cuda.Ptr(size) <= w.base {
-			continue
+	for _, b := range s.imports {
+		if m := b.mem; m.home != 0 && p < m.home+cuda.Ptr(m.size) && m.home < p+cuda.Ptr(size) {
+			add(m)
 		}
-		for _, m := range s.imported() {
-			if m.home != 0 && p < m.home+cuda.Ptr(m.size) && m.home < p+cuda.Ptr(size) {
-				add(m)
-			}
-		}
-		break
 	}
 	return list
 }
@@ -62,6 +56,12 @@ func (s *Space) memoryIn(p cuda.Ptr, size uint64) []*memory {
 // any is this Space's. It stays until the registration of the number has failed or
 // ended. buffer: it is a dma-buf that a registration may follow.
 func (s *Space) Keep(number uint64, p cuda.Ptr, size uint64, why string, buffer bool) (known bool) {
+	s.mu.Lock()
+	known = len(s.memoryIn(p, size)) > 0
+	s.mu.Unlock()
+	if !known { // most are of the host's: no pause holds them up
+		return false
+	}
 	s.structure.RLock() // a pause that is about to release it does so first, and the registration fails
 	defer s.structure.RUnlock()
 	s.mu.Lock()
@@ -72,12 +72,10 @@ func (s *Space) Keep(number uint64, p cuda.Ptr, size uint64, why string, buffer 
 	}
 	r := registration{number: number, at: p, size: size, why: why, buffer: buffer}
 	for _, m := range list {
-		if why == KeepNIC && m.keep != "" { // a NIC's registration may end: other reasons go first
+		if m.keep != "" && (m.keep != KeepNIC || why == KeepNIC) { // only a NIC's reason may end: others stay
 			continue
 		}
-		if m.keep != why {
-			r.took = append(r.took, m)
-		}
+		r.took = append(r.took, m)
 		m.keep = why
 		slog.Debug("memory stays resident", "why", why, "bytes", m.size)
 	}
@@ -136,18 +134,19 @@ func (s *Space) unregister(choose func(r registration) bool) {
 	})
 	for _, r := range ended {
 		for _, m := range s.memoryIn(r.at, r.size) {
-			used := s.isRegistered(m)
-			if m.keep == KeepNIC && !used {
-				m.keep = ""
+			bound := r.why == KeepMulticast && m.keep == KeepMulticast && slices.Contains(r.took, m)
+			if m.keep != KeepNIC && !bound {
+				continue
 			}
-			if r.why == KeepMulticast && m.keep == KeepMulticast && slices.Contains(r.took, m) {
-				m.keep = map[bool]string{true: KeepNIC}[used]
+			m.keep = ""
+			if s.isRegistered(m) {
+				m.keep = KeepNIC
 			}
 		}
 	}
 }
 
-// isRegistered tells whether a NIC uses any of the memory. mu is held.
+// isRegistered returns whether a NIC uses any of the memory. mu is held.
 func (s *Space) isRegistered(m *memory) bool {
 	return slices.ContainsFunc(s.registered, func(r registration) bool {
 		return r.why == KeepNIC && slices.ContainsFunc(m.places(), func(p *mapping) bool { return r.overlaps(p.at, p.size) })
