@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"amem/golib/cuda"
+	"amem/golib/rescue"
 )
 
 const (
@@ -140,10 +141,15 @@ func (a *Arena) Grow() (grown bool, err error) {
 // prepare starts to populate the next piece.
 func (a *Arena) prepare(size uint64) {
 	a.ahead = make(chan prepared, 1)
-	go func(result chan<- prepared, node int) {
-		memory, err := populated(size, node)
-		result <- prepared{memory, err}
-	}(a.ahead, a.node)
+	result, node := a.ahead, a.node
+	rescue.Go(func() {
+		var piece prepared
+		piece.err = rescue.Err(func() (err error) {
+			piece.memory, err = populated(size, node)
+			return err
+		})
+		result <- piece
+	})
 }
 
 // settle gives back what was populated ahead and is not needed.
@@ -245,10 +251,10 @@ func populated(size uint64, node int) ([]byte, error) {
 	var wg sync.WaitGroup
 	for part := range slices.Chunk(memory, int(share)) {
 		wg.Add(1)
-		go func() {
+		rescue.Go(func() {
 			defer wg.Done()
 			cuda.Touch(part)
-		}()
+		})
 	}
 	wg.Wait()
 	return memory, nil

@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"amem/golib/cuda"
+	"amem/golib/rescue"
 )
 
 const (
@@ -392,7 +393,7 @@ func (d *Disk) settle() error {
 func (b *buffer) start(work func() error) {
 	done := make(chan error, 1)
 	b.disk = done
-	go func() { done <- work() }()
+	rescue.Go(func() { done <- rescue.Err(work) })
 }
 
 // wait waits until the buffer is not in use, and answers how the disk's work

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
+
+	"amem/golib/rescue"
 )
 
 // The memory of a program's regions that another process has opened is not
@@ -56,10 +58,14 @@ func (n *Node) tellBorrowers(ctx context.Context, kind, what string, blocks []ui
 	errs := make(chan error, len(lent))
 	for who, blocks := range lent {
 		wg.Add(1)
-		go func() {
+		rescue.Go(func() {
 			defer wg.Done()
 			for part := range slices.Chunk(blocks, maxBlocks) {
-				_, fds, err := n.request(ctx, who, message{Kind: kind, Blocks: part})
+				var fds []int
+				err := rescue.Err(func() (err error) {
+					_, fds, err = n.request(ctx, who, message{Kind: kind, Blocks: part})
+					return err
+				})
 				closeAll(fds)
 				if timeout := (*TimeoutError)(nil); errors.As(err, &timeout) || errors.Is(err, os.ErrDeadlineExceeded) {
 					err = &TimeoutError{For: []Identity{who}, To: what}
@@ -69,7 +75,7 @@ func (n *Node) tellBorrowers(ctx context.Context, kind, what string, blocks []ui
 					return
 				}
 			}
-		}()
+		})
 	}
 	wg.Wait()
 	close(errs)

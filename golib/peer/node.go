@@ -29,6 +29,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"amem/golib/rescue"
 )
 
 // ID is a process's random identity: pids are used again, this is not.
@@ -176,7 +178,7 @@ func Listen(group int, handler Handler, timeout time.Duration) (*Node, error) {
 	}
 	n.listener = listener
 	n.closed, n.end = context.WithCancel(context.Background())
-	go n.accept()
+	rescue.Go(n.accept)
 	return n, nil
 }
 
@@ -351,13 +353,13 @@ func (n *Node) watch(ctx context.Context, who Identity) error {
 		n.update(func() { l.watched = false })
 		return err
 	}
-	go func() {
+	rescue.Go(func() {
 		defer n.closes(c)()
 		_, fds, _ := c.receive(context.Background()) // nothing is ever sent here: it returns at the end
 		closeAll(fds)
 		_ = c.Close()
 		n.lost(who)
-	}()
+	})
 	return nil
 }
 
@@ -550,14 +552,14 @@ func (n *Node) Drop(owner Identity, block uint64) {
 		number = n.requests
 		delete(n.link(owner).imports, block)
 	})
-	go func() {
+	rescue.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
 		defer cancel()
 		_, _, err := n.request(ctx, owner, message{Kind: kindDrop, Blocks: []uint64{block}, Number: number})
 		if err != nil && !errors.Is(err, ErrGone) {
 			slog.Debug("drop", "owner", owner.String(), "error", err)
 		}
-	}()
+	})
 }
 
 // Freed notes that a block of this process is no more: nobody maps it for us.

@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"sync"
 	"time"
+
+	"amem/golib/rescue"
 )
 
 // TimeoutError says whom a wait was for when its deadline passed.
@@ -50,7 +52,7 @@ func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply
 	var wg sync.WaitGroup
 	for _, w := range who {
 		wg.Add(1)
-		go func() {
+		rescue.Go(func() {
 			defer wg.Done()
 			reply, fds, err := n.request(ctx, w, m)
 			closeAll(fds)
@@ -58,7 +60,7 @@ func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply
 				n.update(func() { n.link(w).learn(reply) })
 			}
 			got(w, reply, err)
-		}()
+		})
 	}
 	wg.Wait()
 }

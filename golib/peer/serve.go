@@ -8,6 +8,8 @@ import (
 	"net"
 	"slices"
 	"time"
+
+	"amem/golib/rescue"
 )
 
 const (
@@ -31,10 +33,10 @@ func (n *Node) accept() {
 		}
 		select {
 		case slots <- struct{}{}:
-			go func() {
+			rescue.Go(func() {
 				defer func() { <-slots }()
 				n.serve(conn{raw})
-			}()
+			})
 		default:
 			_ = raw.Close()
 		}

@@ -8,14 +8,12 @@ import (
 	"io/fs"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 )
 
 func TestAPanicIsAnErrorAndIsToldOnce(t *testing.T) {
-	t.Cleanup(func() { tell.Store(nil); once = sync.Once{} })
 	told := make(chan string, 2)
 	OnPanic(func(reason string) { told <- reason })
 	ended := make(chan error, 1)

@@ -12,6 +12,7 @@ import (
 
 	"amem/golib/cuda"
 	"amem/golib/offload"
+	"amem/golib/rescue"
 	"amem/golib/vmm"
 )
 
@@ -107,7 +108,7 @@ func (s *Session) region(tag string, backup Backup) (*Region, int, error) {
 	r.space.SetPeers(s.regions.share.node)
 	s.regions.list = append(s.regions.list, r)
 	if s.options.Prealloc && backup == BackupCPU {
-		go s.preallocate(r.space, r.growHost)
+		rescue.Go(func() { s.preallocate(r.space, r.growHost) })
 	}
 	return r, len(s.regions.list) - 1, nil
 }

@@ -10,6 +10,7 @@ import (
 
 	"amem/golib/cuda"
 	"amem/golib/peer"
+	"amem/golib/rescue"
 	"amem/golib/vmm"
 )
 
@@ -241,15 +242,15 @@ func (h *sharing) Return(ctx context.Context, owner peer.Identity, blocks []uint
 // answers when ctx ends, whatever f waits for then.
 func (h *sharing) eachBorrower(ctx context.Context, owner peer.Identity, blocks []uint64, f func(r *Region) error) error {
 	done := make(chan error, 1)
-	go func() {
+	rescue.Go(func() {
 		var errs []error
 		for _, r := range h.session.allRegions() {
 			if r.space.Borrows(owner, blocks) {
-				errs = append(errs, f(r))
+				errs = append(errs, rescue.Err(func() error { return f(r) }))
 			}
 		}
 		done <- errors.Join(errs...)
-	}()
+	})
 	select {
 	case err := <-done:
 		return err

@@ -7,6 +7,7 @@ import (
 
 	"amem/golib/cuda"
 	"amem/golib/peer"
+	"amem/golib/rescue"
 )
 
 // NCCL imports peers' slabs one by one and uses none of them before its next
@@ -39,7 +40,8 @@ func (s *Space) promise(b *block, d Descriptor) (cuda.Handle, error) {
 	b.wanted = !s.paused // else the resume brings it
 	if b.wanted && !s.bringing[b.owner.ID] {
 		s.bringing[b.owner.ID] = true
-		go s.bring(*b.owner)
+		owner := *b.owner
+		rescue.Go(func() { s.bring(owner) })
 	}
 	s.mu.Unlock()
 	s.options.Imported()

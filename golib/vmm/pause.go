@@ -13,6 +13,7 @@ import (
 	"amem/golib/cuda"
 	"amem/golib/offload"
 	"amem/golib/peer"
+	"amem/golib/rescue"
 )
 
 // controlRegion is what is kept of a shared buffer when only control regions
@@ -52,13 +53,14 @@ func (s *Space) Synchronize(ctx context.Context) error {
 	for _, d := range devices {
 		busy[d.Ordinal] = true
 		// The driver's wait has no deadline, so it has a goroutine that may outlive ours.
-		go func() {
-			if err := s.driver.With(d.Context, s.driver.Synchronize); err != nil {
+		rescue.Go(func() {
+			synchronize := func() error { return s.driver.With(d.Context, s.driver.Synchronize) }
+			if err := rescue.Err(synchronize); err != nil {
 				failed <- fmt.Errorf("GPU %d: %w", d.Ordinal, err)
 				return
 			}
 			done <- d.Ordinal
-		}()
+		})
 	}
 	for len(busy) > 0 {
 		select {
@@ -582,7 +584,9 @@ func (s *Space) Attach(ctx context.Context, current func(owner peer.Identity) ui
 	s.mu.Unlock()
 	errs := make(chan error, len(missing))
 	for owner, blocks := range missing {
-		go func() { errs <- s.attachFrom(ctx, owner, blocks) }()
+		rescue.Go(func() {
+			errs <- rescue.Err(func() error { return s.attachFrom(ctx, owner, blocks) })
+		})
 	}
 	var all []error
 	for range missing {
