@@ -22,8 +22,8 @@ func TestAPanicIsAnErrorAndIsToldOnce(t *testing.T) {
 	require.Equal(t, "lost", <-told)
 	Go(func() {
 		defer close(ended)
-		var none map[string]int
-		none["a"] = 1
+		var none []int
+		none[len(told)] = 1
 	})
 	<-ended
 	require.NoError(t, Err(func() error { return nil }))

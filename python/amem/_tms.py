@@ -419,7 +419,7 @@ torch_memory_saver = TorchMemorySaver()
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """What callers put into LD_PRELOAD: a library of torch_memory_saver's name, else amem's, which need not be preloaded."""
+    """What callers put into LD_PRELOAD: amem's library of torch_memory_saver's name, else its own."""
     folder = Path(_library.folder())
     path = folder / f"{stem}.abi3.so"
     if not path.exists():

@@ -92,7 +92,8 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loads(nccl: Path, binding: str) -> str:
-    return f"nccl, caller = ctypes.CDLL({str(nccl / 'libnccl.so.9')!r}), ctypes.CDLL({str(nccl)!r} + '/libcaller_{binding}.so')\n"
+    libraries = [str(nccl / "libnccl.so.9"), str(nccl / f"libcaller_{binding}.so")]
+    return f"nccl, caller = map(ctypes.CDLL, {libraries!r})\n"
 
 
 @pytest.mark.parametrize("binding", ["now", "lazy"])
@@ -217,7 +218,9 @@ def region(tag):
 """
 FUNCTIONS = ["reg_mr", "reg_mr_iova2", "reg_dmabuf_mr", "pin_buffer", "pin_buffer_v2"]
 
-needs_verbs = pytest.mark.skipif(not (SIM / "libibverbs.so.1").exists(), reason=f"no libibverbs.so.1 in {SIM}: run make")
+needs_verbs = pytest.mark.skipif(
+    not (SIM / "libibverbs.so.1").exists(), reason=f"no libibverbs.so.1 in {SIM}: run make"
+)
 
 
 @pytest.fixture(scope="module")
