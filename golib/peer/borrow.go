@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
+
+	"amem/golib/safe"
 )
 
 // The memory of a program's regions that another process has opened is not
@@ -59,8 +61,11 @@ func (n *Node) tellBorrowers(ctx context.Context, kind, what string, blocks []ui
 		go func() {
 			defer wg.Done()
 			for part := range slices.Chunk(blocks, maxBlocks) {
-				_, fds, err := n.request(ctx, who, message{Kind: kind, Blocks: part})
-				closeAll(fds)
+				err := safe.Try("ask a borrower", func() error {
+					_, fds, err := n.request(ctx, who, message{Kind: kind, Blocks: part})
+					closeAll(fds)
+					return err
+				})
 				if timeout := (*TimeoutError)(nil); errors.As(err, &timeout) || errors.Is(err, os.ErrDeadlineExceeded) {
 					err = &TimeoutError{For: []Identity{who}, To: what}
 				}

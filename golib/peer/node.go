@@ -29,6 +29,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"amem/golib/safe"
 )
 
 // ID is a process's random identity: pids are used again, this is not.
@@ -181,7 +183,7 @@ func Listen(group int, handler Handler, timeout time.Duration) (*Node, error) {
 	}
 	n.listener = listener
 	n.closed, n.end = context.WithCancel(context.Background())
-	go n.accept()
+	safe.Go("accept peers", n.accept)
 	return n, nil
 }
 
@@ -356,13 +358,13 @@ func (n *Node) watch(ctx context.Context, who Identity) error {
 		n.update(func() { l.watched = false })
 		return err
 	}
-	go func() {
+	safe.Go("watch a peer", func() {
 		defer n.closes(c)()
 		_, fds, _ := c.receive(context.Background()) // nothing is ever sent here: it returns at the end
 		closeAll(fds)
 		_ = c.Close()
 		n.lost(who)
-	}()
+	})
 	return nil
 }
 
@@ -559,14 +561,14 @@ func (n *Node) Drop(owner Identity, block uint64) {
 		number = n.requests
 		delete(n.link(owner).imports, block)
 	})
-	go func() {
+	safe.Go("drop", func() {
 		ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
 		defer cancel()
 		_, _, err := n.request(ctx, owner, message{Kind: kindDrop, Blocks: []uint64{block}, Number: number})
 		if err != nil && !errors.Is(err, ErrGone) {
 			slog.Debug("drop", "owner", owner.String(), "error", err)
 		}
-	}()
+	})
 }
 
 // Freed notes that a block of this process is no more: nobody maps it for us.

@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"sync"
 	"time"
+
+	"amem/golib/safe"
 )
 
 // TimeoutError says whom a wait was for when its deadline passed.
@@ -53,11 +55,16 @@ func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			reply, fds, err := n.request(ctx, w, m)
-			closeAll(fds)
-			if err == nil {
-				n.update(func() { n.link(w).learn(reply) })
-			}
+			var reply message
+			err := safe.Try("ask a peer", func() (err error) {
+				var fds []int
+				reply, fds, err = n.request(ctx, w, m)
+				closeAll(fds)
+				if err == nil {
+					n.update(func() { n.link(w).learn(reply) })
+				}
+				return err
+			})
 			got(w, reply, err)
 		}()
 	}

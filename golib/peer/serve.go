@@ -8,6 +8,8 @@ import (
 	"net"
 	"slices"
 	"time"
+
+	"amem/golib/safe"
 )
 
 const (
@@ -31,10 +33,10 @@ func (n *Node) accept() {
 		}
 		select {
 		case slots <- struct{}{}:
-			go func() {
+			safe.Go("serve a peer", func() {
 				defer func() { <-slots }()
 				n.serve(conn{raw})
-			}()
+			})
 		default:
 			_ = raw.Close()
 		}
@@ -45,12 +47,6 @@ func (n *Node) accept() {
 func (n *Node) serve(c conn) {
 	defer c.Close()
 	defer n.closes(c)()
-	defer func() {
-		// A fault in answering one peer must not take the host process down.
-		if r := recover(); r != nil {
-			slog.Error("serving a peer", "panic", r)
-		}
-	}()
 	if err := c.checkUser(); err != nil {
 		n.refused.Do(func() { slog.Warn("refused a connection, and will refuse others without a word", "error", err) })
 		return

@@ -5,6 +5,8 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+
+	"amem/golib/safe"
 )
 
 // Part names a part of a block: the block's number and an offset. A peer that
@@ -54,7 +56,7 @@ func (n *Node) Ended(owner Identity, part Part) {
 func (n *Node) settle(part Part) {
 	if users, freed := n.users[part]; freed && len(users) == 0 {
 		delete(n.users, part)
-		go n.handler.Settled(part)
+		safe.Go("settle", func() { n.handler.Settled(part) })
 	}
 }
 
@@ -82,10 +84,17 @@ func (n *Node) talk(l *link) {
 		return
 	}
 	l.unsettled.talking = true
-	go func() {
-		for n.sayNext(l) {
+	safe.Go("settle", func() {
+		more := true
+		defer func() {
+			if more { // a panic has ended it
+				n.update(func() { l.unsettled.talking = false })
+			}
+		}()
+		for more {
+			more = n.sayNext(l)
 		}
-	}()
+	})
 }
 
 // sayNext says as much as goes into a message. It answers false when it is the

@@ -8,6 +8,8 @@ import (
 	"maps"
 	"slices"
 	"time"
+
+	"amem/golib/safe"
 )
 
 // A pause gives memory back to the device only once all who map it have let go of
@@ -45,10 +47,17 @@ func (n *Node) tellUnmapped(l *link) {
 		return
 	}
 	l.unmapped.talking = true
-	go func() {
-		for try := 1; n.sayUnmapped(l, try); try++ {
+	safe.Go("unmapped", func() {
+		more := true
+		defer func() {
+			if more { // a panic has ended it
+				n.update(func() { l.unmapped.talking = false })
+			}
+		}()
+		for try := 1; more; try++ {
+			more = n.sayUnmapped(l, try)
 		}
-	}()
+	})
 }
 
 // sayUnmapped says as much as goes into a message. It answers false when it is the

@@ -502,3 +502,47 @@ func TestPauseSaysWhyAPeerWasNotTold(t *testing.T) {
 	r.whole(t)
 	r.cycle(t)
 }
+
+// A panic on any goroutine at a socket ends neither the process nor a wait, and what
+// failed with it is done by the next attempt.
+func TestPanicsAtSockets(t *testing.T) {
+	all := start(t, 2, patient)
+	together(t, all[0], all[1])
+	watchSockets(t, all[0].node, all[1].node)
+	for _, step := range []string{
+		"is asked: send stopped", "is asked: received stopped", "serves: received stopped", "serves: send stopped",
+		"is asked: send unmapped", "is asked: send fetch", "serves: received fetch",
+		"is asked: send ready", "serves: received ready", "is asked: dial",
+	} {
+		panicked := false
+		atSockets(t, func(s string, _ int) error {
+			if s == "process 0 "+step && !panicked {
+				panicked = true
+				panic("injected")
+			}
+			return nil
+		})
+		for _, call := range []func(p *process) error{pause, resume} {
+			for try := 0; ; try++ {
+				require.Less(t, try, 5, step)
+				err := each(all, func(p *process) error {
+					p.options.Timeout = 500 * time.Millisecond
+					return call(p)
+				})
+				if err == nil {
+					break
+				}
+			}
+		}
+		soon(t, func() bool {
+			sockets.Lock()
+			defer sockets.Unlock()
+			return panicked || step == "is asked: dial" // there may be connections enough
+		}, step)
+		intact(t, all...)
+		connected(t, all[0], all[1])
+	}
+	sockets.Lock()
+	defer sockets.Unlock()
+	sockets.sending = 0 // messages whose sending has ended in a panic
+}

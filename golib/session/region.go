@@ -12,6 +12,7 @@ import (
 
 	"amem/golib/cuda"
 	"amem/golib/offload"
+	"amem/golib/safe"
 	"amem/golib/vmm"
 )
 
@@ -106,7 +107,7 @@ func (s *Session) region(tag string, backup Backup) (*Region, int, error) {
 	r.space.SetPeers(s.regions.share.node)
 	s.regions.list = append(s.regions.list, r)
 	if s.options.Prealloc && backup == BackupCPU {
-		go s.preallocate(r.space, r.growHost)
+		safe.Go("get host memory ahead", func() { s.preallocate(r.space, r.growHost) })
 	}
 	return r, len(s.regions.list) - 1, nil
 }

@@ -21,6 +21,7 @@ import (
 	"amem/golib/cuda"
 	"amem/golib/offload"
 	"amem/golib/peer"
+	"amem/golib/safe"
 	"amem/golib/vmm"
 )
 
@@ -120,7 +121,7 @@ func New(driver *cuda.Driver, options Options) (*Session, error) {
 	s.space.SetPeers(node)
 	s.closed, s.end = context.WithCancel(context.Background())
 	if options.Prealloc {
-		go s.preallocate(s.space, s.growHost)
+		safe.Go("get host memory ahead", func() { s.preallocate(s.space, s.growHost) })
 	}
 	return s, nil
 }

@@ -10,6 +10,7 @@ import (
 
 	"amem/golib/cuda"
 	"amem/golib/peer"
+	"amem/golib/safe"
 	"amem/golib/vmm"
 )
 
@@ -242,13 +243,15 @@ func (h *sharing) Return(ctx context.Context, owner peer.Identity, blocks []uint
 func (h *sharing) eachBorrower(ctx context.Context, owner peer.Identity, blocks []uint64, f func(r *Region) error) error {
 	done := make(chan error, 1)
 	go func() {
-		var errs []error
-		for _, r := range h.session.allRegions() {
-			if r.space.Borrows(owner, blocks) {
-				errs = append(errs, f(r))
+		done <- safe.Try("a borrower", func() error {
+			var errs []error
+			for _, r := range h.session.allRegions() {
+				if r.space.Borrows(owner, blocks) {
+					errs = append(errs, f(r))
+				}
 			}
-		}
-		done <- errors.Join(errs...)
+			return errors.Join(errs...)
+		})
 	}()
 	select {
 	case err := <-done:

@@ -7,6 +7,7 @@ import (
 
 	"amem/golib/cuda"
 	"amem/golib/peer"
+	"amem/golib/safe"
 )
 
 // NCCL imports peers' slabs one by one and uses none of them before its next
@@ -39,7 +40,7 @@ func (s *Space) promise(b *block, d Descriptor) (cuda.Handle, error) {
 	b.wanted = !s.paused // else the resume brings it
 	if b.wanted && !s.bringing[b.owner.ID] {
 		s.bringing[b.owner.ID] = true
-		go s.bring(*b.owner)
+		safe.Go("import memory", func() { s.bring(*b.owner) })
 	}
 	s.mu.Unlock()
 	s.options.Imported()
@@ -55,7 +56,7 @@ func (s *Space) bring(owner peer.Identity) {
 			break
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
-		err := s.attachFrom(ctx, owner, blocks)
+		err := safe.Try("import memory", func() error { return s.attachFrom(ctx, owner, blocks) })
 		cancel()
 		if err != nil && !s.isPaused() {
 			slog.Error("import memory: launches are refused until a resume has mapped it", "peer", owner.String(), "error", err)

@@ -13,6 +13,7 @@ import (
 	"amem/golib/cuda"
 	"amem/golib/offload"
 	"amem/golib/peer"
+	"amem/golib/safe"
 )
 
 // controlRegion is what is kept of a shared buffer when only control regions
@@ -53,7 +54,8 @@ func (s *Space) Synchronize(ctx context.Context) error {
 		busy[d.Ordinal] = true
 		// The driver's wait has no deadline, so it has a goroutine that may outlive ours.
 		go func() {
-			if err := s.driver.With(d.Context, s.driver.Synchronize); err != nil {
+			err := safe.Try("synchronize", func() error { return s.driver.With(d.Context, s.driver.Synchronize) })
+			if err != nil {
 				failed <- fmt.Errorf("GPU %d: %w", d.Ordinal, err)
 				return
 			}
@@ -662,7 +664,9 @@ func (s *Space) Attach(ctx context.Context, current func(owner peer.Identity) ui
 	s.mu.Unlock()
 	errs := make(chan error, len(missing))
 	for owner, blocks := range missing {
-		go func() { errs <- s.attachFrom(ctx, owner, blocks) }()
+		go func() {
+			errs <- safe.Try("map a peer's memory", func() error { return s.attachFrom(ctx, owner, blocks) })
+		}()
 	}
 	var all []error
 	for range missing {

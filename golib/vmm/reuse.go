@@ -7,6 +7,7 @@ import (
 
 	"amem/golib/cuda"
 	"amem/golib/peer"
+	"amem/golib/safe"
 )
 
 // What NCCL frees of a slab is used again only when nobody can write to it any
@@ -54,13 +55,13 @@ func (s *Space) Settled(part peer.Part) {
 	s.reclaim(b, span{part[1], size})
 	s.mu.Unlock()
 	// Not on the goroutine that serves the peer, which must not wait for structure.
-	go func() {
+	safe.Go("free a slab", func() {
 		s.structure.RLock()
 		defer s.structure.RUnlock()
 		if err := s.endEmpty(b); err != nil {
 			slog.Error("free a slab", "error", err)
 		}
-	}()
+	})
 }
 
 // Held implements peer.Handler: which of the parts of an owner's memory, freed

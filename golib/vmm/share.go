@@ -340,16 +340,19 @@ func (s *Space) fetched(ctx context.Context, owner peer.Identity, blocks []uint6
 			s.tellUnused(owner, blocks, nil)
 			return err
 		}
-		s.structure.RLock()
-		s.mu.Lock()
-		again = s.letGos != letGos
-		s.mu.Unlock()
-		if !again {
-			err = f(list, generation)
-		}
-		closeAll(list)
-		s.tellUnused(owner, blocks, list)
-		s.structure.RUnlock()
+		err = func() (err error) {
+			s.structure.RLock()
+			defer s.structure.RUnlock()
+			defer s.tellUnused(owner, blocks, list)
+			defer closeAll(list)
+			s.mu.Lock()
+			again = s.letGos != letGos
+			s.mu.Unlock()
+			if !again {
+				err = f(list, generation)
+			}
+			return err
+		}()
 		if err != nil {
 			return err
 		}
