@@ -111,12 +111,14 @@ def pause(*tags: str) -> Transition:
     """Gives the memory of the tags (default: all) back to the device.
 
     NCCL's tag is "nccl", regions name the others. Every rank must call it for
-    "nccl", as with a collective: memory that a peer maps is free only once the
-    peer has paused too. Until resume() no collective may be started, and no
-    tensor of the tags used. Does nothing for what is paused already.
+    "nccl", as with a collective. When it returns, the memory is free on the
+    device, but for held_bytes of the result: what peers have not let go of in
+    time. Until resume() no collective may be started, and no tensor of the tags
+    used. Of what is paused already, it gives back what was allocated since.
 
     Raises:
         NotEnabledError: amem was not enabled before the first communicator.
+        TooLateError: NCCL was used before amem was enabled; no tags, or "nccl".
         NoCuMemError: NCCL allocates with cudaMalloc; there is nothing to pause.
         InvalidArgumentError: there is no such tag.
         DeadlineError: a peer did not pause in time; the message names it.

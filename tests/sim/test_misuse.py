@@ -14,6 +14,8 @@ from harness import LIB, MIB, SIM, environment, failure, needs_libraries, python
 
 pytestmark = needs_libraries
 
+OFF, ACTIVE = 0, 2
+
 SMALL = {"NCCL_STANDIN_CHANNELS": "1", "NCCL_STANDIN_BUFFSIZE": "65536"}
 
 PRELUDE = """
@@ -84,6 +86,40 @@ def test_not_enabled() -> None:
             assert "AMEM_ENABLE=1" in message
         assert group.all("state") == ["OFF", "OFF"]
         right(group)
+
+
+@pytest.mark.parametrize("enabled", ["never", "too late"])
+def test_regions_where_nccl_is_not_hooked(enabled: str) -> None:
+    """A pause of all does not pass NCCL's memory over in silence; one that names the regions works."""
+    with ranks(1, SMALL) as group:
+        group.init(ncomm=1, enable="never")
+        if enabled == "too late":
+            failure(lambda: group.all("enable"), "TooLateError")
+        p = group[0]
+        nccl = p.call("meminfo")
+        p.call("allocate", tag="weights", size=20 * MIB, seed=1)
+        full = p.call("meminfo")
+        assert nccl > 0 and p.call("tag_state", tag="nccl") == OFF
+        message = failure(lambda: p.call("pause"), "TooLateError")
+        assert "before the first NCCL communicator" in message
+        assert p.call("meminfo") == full and p.call("tag_state", tag="weights") == ACTIVE
+        assert p.call("pause", tags=["weights"])["tags"] == ["weights"]
+        assert p.call("meminfo") == nccl
+        p.call("resume", tags=["weights"])
+        assert p.call("holds", tensor=0, seed=1)
+        right(group)
+
+
+def test_regions_without_nccl() -> None:
+    with ranks(1, SMALL) as group:
+        group.all("start_without_nccl", device=0)
+        p = group[0]
+        p.call("allocate", tag="weights", size=20 * MIB, seed=1)
+        assert p.call("tag_state", tag="nccl") == OFF
+        assert p.call("pause")["tags"] == ["weights"]
+        assert p.call("meminfo") == 0
+        assert p.call("resume")["tags"] == ["weights"]
+        assert p.call("holds", tensor=0, seed=1)
 
 
 # ---- what amem needs is not there ----
