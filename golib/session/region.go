@@ -335,7 +335,7 @@ func (r *Region) vacate() (done Transition, err error) {
 	if err != nil {
 		return done, err
 	}
-	p, err := r.space.Vacate(r.keeper())
+	p, err := vacate(r.space, r.keeper())
 	if already {
 		if err != nil {
 			return done, fmt.Errorf("the tag is paused, but what was allocated since is not given back: %w", err)

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"amem/golib/cuda"
+	"amem/golib/offload"
 	"amem/golib/simtest"
 	"amem/golib/vmm"
 )
@@ -1158,4 +1159,40 @@ func TestPauseOfARegionsNewMemory(t *testing.T) {
 			p.give(t, []int{cpu, disk}[i%2], b)
 		}
 	}
+}
+
+// faulty is a store whose n-th Save panics.
+type faulty struct {
+	offload.Store
+	n int
+}
+
+func (f *faulty) Save(c *offload.Contents, stream cuda.Stream) error {
+	if f.n--; f.n == 0 {
+		panic("injected")
+	}
+	return f.Store.Save(c, stream)
+}
+
+// A panic in the middle of a pause is an error of it: all is as it was, and the next succeeds.
+func TestPanicOfAPause(t *testing.T) {
+	p := bare(t, 1, 5*time.Second)[0]
+	r, number, err := p.Region("w", BackupCPU)
+	require.NoError(t, err)
+	a, b := p.torch(t, number, 70*mib, 1), p.torch(t, number, 80*mib, 2)
+	used := simtest.Used(t, 0)
+	r.store = &faulty{offload.NewArena(simtest.Driver()), 2}
+	require.ErrorContains(t, p.Pause("w"), "internal error: injected")
+	state, _ := p.TagState("w")
+	require.Equal(t, Active, state)
+	require.Equal(t, used, simtest.Used(t, 0))
+	require.NoError(t, p.Resume("w"))
+	for range 2 {
+		require.True(t, a.intact())
+		require.True(t, b.intact())
+		require.NoError(t, p.Pause("w"))
+		require.Zero(t, simtest.Used(t, 0))
+		require.NoError(t, p.Resume("w"))
+	}
+	p.give(t, number, a, b)
 }

@@ -382,7 +382,7 @@ func (s *Session) vacate(clock *clock, quiesce func(ctx context.Context) error) 
 		return r, fmt.Errorf("quiesce: %w", err)
 	}
 	r.Quiesce = clock.lap()
-	p, err := s.space.Vacate(s.arena)
+	p, err := vacate(s.space, s.arena)
 	if err != nil {
 		return r, fmt.Errorf("%w: %w", errVacate, err)
 	}
@@ -393,6 +393,15 @@ func (s *Session) vacate(clock *clock, quiesce func(ctx context.Context) error) 
 	r.Freed = clock.lap()
 	r.Seconds = clock.total()
 	return r, nil
+}
+
+// vacate makes a panic an error, so that the pause is taken back as after any other.
+func vacate(space *vmm.Space, store offload.Store) (p vmm.Paused, err error) {
+	err = safe.Try("vacate", func() (err error) {
+		p, err = space.Vacate(store)
+		return err
+	})
+	return p, err
 }
 
 // unmapped waits until no peer maps what was released, so that it is free on the device.

@@ -176,11 +176,11 @@ func (s *Space) Leave(leaving bool) {
 func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	s.structure.Lock()
 	defer s.structure.Unlock()
-	already := s.paused
+	already, done := s.paused, false
 	s.paused = true
 	var list []*memory
 	defer func() {
-		if err != nil {
+		if !done { // or a panic
 			p = Paused{}
 			s.forget(list)
 			s.paused = already || !s.Whole()
@@ -235,6 +235,7 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 		return p, errors.Join(err, s.putBack(released), s.waitStreams())
 	}
 	s.endUnusedSlabs(list)
+	done = true
 	return p, nil
 }
 
