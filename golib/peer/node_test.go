@@ -443,6 +443,7 @@ func TestRefusedRequests(t *testing.T) {
 	c := introduced(t, a, Identity{ID: ID{1}, PID: 1})
 	for name, m := range map[string]message{
 		"too many blocks": {Kind: kindFetch, Blocks: make([]uint64, maxFDs+1)},
+		"too many parts":  {Kind: kindUnmapped, Parts: make([]Part, maxParts+1)},
 		"unknown kind":    {Kind: "format"},
 		"no kind":         {},
 		"hello again":     {Kind: kindHello, Version: protocolVersion},
