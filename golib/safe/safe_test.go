@@ -41,8 +41,7 @@ func TestGo(t *testing.T) {
 		defer wg.Done()
 		mu.Lock()
 		defer mu.Unlock()
-		var nothing map[int]int
-		nothing[1] = 1
+		panic("a fault")
 	})
 	wg.Wait()
 	mu.Lock()
