@@ -52,8 +52,9 @@ amem.enable()
 steps = [amem.pause(), amem.pause("nccl"), amem.resume("nccl"), amem.resume()]
 print(json.dumps([dataclasses.astuple(step) for step in steps]))
 """
-    unchanged = [0.0, 0, 0, False]
-    assert result(script, folder) == [[0.25, 4096, 512, True], unchanged, [0.5, 8192, 1024, True], unchanged]
+    unchanged = [0.0, 0, 0, False, [], 0, []]
+    paused = [0.25, 4096, 512, True, ["nccl"], 1024, [[7, 1, 1024]]]
+    assert result(script, folder) == [paused, unchanged, [0.5, 8192, 1024, True, [], 0, []], unchanged]
 
 
 def test_a_report_that_is_missing_is_an_error(folder: Path) -> None:
