@@ -113,8 +113,8 @@ var ErrPaused = errors.New("its memory is paused: resume it first")
 // ErrBroken says that a process broke the connection off: it has ended, or is ending.
 var ErrBroken = errors.New("the connection broke off")
 
-// maxIdle is how many connections to a peer are kept for the next requests.
-const maxIdle = 2
+// maxIdle is how many connections to a peer are kept for the next requests. Two at one time are rare.
+const maxIdle = 1
 
 // link is what is known of one other process.
 type link struct {

@@ -346,7 +346,8 @@ def test_again_is_no_change() -> None:
     with ranks(2) as group:
         group.init(ncomm=1)
         right(group)
-        nothing = {"seconds": 0.0, "bytes": 0, "copied_bytes": 0, "changed": False}
+        nothing: dict[str, object] = {"seconds": 0.0, "bytes": 0, "copied_bytes": 0, "changed": False}
+        nothing.update({"tags": [], "held_bytes": 0, "held_by": []})
         assert group.all("resume") == [nothing] * 2
         group.all("pause")
         assert group.all("pause") == [nothing] * 2
