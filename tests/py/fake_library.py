@@ -265,7 +265,8 @@ static int transit(const char *tags, int to) {
     if (!changed) strcpy(report, "{\"changed\": false, \"seconds\": 0, \"bytes\": 0, \"copied_bytes\": 0}");
     else if (to == 3)
         strcpy(report, "{\"changed\": true, \"seconds\": 0.25, \"bytes\": 4096, \"copied_bytes\": 512,"
-                       " \"tags\": [\"nccl\"], \"held_bytes\": 1024, \"held_by\": [{\"pid\": 7, \"group\": 1, \"bytes\": 1024}]}");
+                       " \"tags\": [\"nccl\"], \"held_bytes\": 1024,"
+                       " \"held_by\": [{\"pid\": 7, \"group\": 1, \"bytes\": 1024}]}");
     else strcpy(report, "{\"changed\": true, \"seconds\": 0.5, \"bytes\": 8192, \"copied_bytes\": 1024}");
     return answer(0);
 }
