@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	protocolVersion = 1
+	protocolVersion = 2
 	maxMessage      = 64 << 10
 	// The kernel takes up to 253 descriptors in a message (SCM_MAX_FD).
 	maxFDs = 200
@@ -34,7 +34,7 @@ const (
 	kindReady    = "ready"    // I ended pause number Pause: my memory has its contents
 	kindDescribe = "describe" // what is at this part of your memory?
 	kindLeave    = "leave"    // I am about to pause these blocks of mine: let go of them
-	kindReturn   = "return"   // these blocks of mine are there again: map them
+	kindReturn   = "return"   // these blocks of mine are there again, or still: map them
 	kindError    = "error"
 )
 
@@ -53,8 +53,13 @@ type message struct {
 	Now        bool     `json:",omitempty"` // of a fetch: don't wait for what is paused
 	Paused     bool     `json:",omitempty"` // it is
 	Relied     bool     `json:",omitempty"`
+	Apart      bool     `json:",omitempty"` // the answer's sender shares no memory with who asks
+	Recall     uint64   `json:",omitempty"` // of a leave: its number; of a return: the last recall that is over
 	Descriptor []byte   `json:",omitempty"`
 	Error      string   `json:",omitempty"`
+
+	Within time.Duration `json:",omitempty"` // how long the sender waits for the answer
+	Late   bool          `json:",omitempty"` // of an error: that time has passed
 }
 
 // conn carries messages, each with descriptors, between two processes of one

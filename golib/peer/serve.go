@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"runtime/debug"
 	"slices"
 	"time"
 )
@@ -61,7 +62,10 @@ func (n *Node) serve(c conn) {
 		return
 	}
 	if watch {
-		defer n.lost(who)
+		defer func() {
+			_ = c.Close()
+			n.unwatched(who)
+		}()
 	}
 	for {
 		m, fds, err := c.receive(context.Background())
@@ -78,13 +82,16 @@ func (n *Node) serve(c conn) {
 
 // reply answers one message.
 func (n *Node) reply(c conn, who Identity, m message) error {
-	// Longer than the peer waits, so that its own deadline passes first and its error says whom it waited for.
-	waiting, cancel := context.WithTimeout(context.Background(), 2*n.timeout)
+	limit := 2 * n.timeout
+	if m.Within > 0 { // what is done when the peer has given up, it does not reckon with
+		limit = min(limit, m.Within)
+	}
+	waiting, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	reply, fds, err := n.answer(waiting, who, m)
+	reply, fds, err := n.answerGuarded(waiting, who, m)
 	defer closeAll(fds)
 	if err != nil {
-		reply = message{Kind: kindError, Error: err.Error()}
+		reply = message{Kind: kindError, Error: err.Error(), Late: waiting.Err() != nil}
 	}
 	sending, cancel := context.WithTimeout(context.Background(), n.timeout)
 	defer cancel()
@@ -107,6 +114,17 @@ func (n *Node) greet(c conn) (who Identity, watch bool, err error) {
 	return m.From, m.Watch, n.send(ctx, c, n.hello(false), nil)
 }
 
+// answerGuarded is answer, whose panic is an error that the peer gets too.
+func (n *Node) answerGuarded(ctx context.Context, who Identity, m message) (reply message, fds []int, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			slog.Error("serving a peer", "request", m.Kind, "panic", r, "stack", string(debug.Stack()))
+			err = fmt.Errorf("a fault of amem's in process %d, whose log says more: %v", n.Self().PID, r)
+		}
+	}()
+	return n.answer(ctx, who, m)
+}
+
 func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []int, error) {
 	reply := message{Kind: m.Kind}
 	switch m.Kind {
@@ -114,9 +132,9 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		if len(m.Blocks) > maxFDs {
 			return reply, nil, fmt.Errorf("%d blocks asked for at once, at most %d", len(m.Blocks), maxFDs)
 		}
-		// Counted first: a pause that starts now must wait for this peer too.
-		var added []uint64
-		n.update(func() { added = n.link(who).take(m) })
+		// Counted first: a pause that starts now must wait for this peer too. What
+		// it can't have, it drops.
+		n.update(func() { n.link(who).take(m) })
 		serving, cancel := context.WithCancel(ctx)
 		defer cancel()
 		if m.Now {
@@ -124,7 +142,6 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		}
 		list, generation, err := n.handler.Serve(serving, who, m.Blocks)
 		if err != nil {
-			n.update(func() { n.link(who).let(added, m.Number) }) // what it mapped before, it still does
 			if errors.Is(err, ErrGone) {
 				return reply, nil, nil // no memory says so
 			}
@@ -153,6 +170,11 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		reply.Parts = n.handler.Held(who, m.Parts)
 	case kindEnded:
 		n.update(func() {
+			l := n.link(who)
+			if m.Number <= l.ended { // said again since, and the parts may be in use again
+				return
+			}
+			l.ended = m.Number
 			for _, part := range m.Parts {
 				n.unused(part, who.ID)
 			}
@@ -163,21 +185,27 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		}
 		reply.Descriptor = n.handler.Describe(m.Parts[0])
 	case kindLeave:
-		return reply, nil, n.handler.Leave(ctx, who, m.Blocks)
+		return reply, nil, n.handler.Leave(ctx, who, m.Blocks, func() bool { return n.stands(ctx, who, m) })
 	case kindReturn:
+		n.update(func() { // first: from now on nobody lets go of them for a recall that is over
+			l := n.link(who)
+			for _, b := range m.Blocks {
+				l.returned[b] = max(l.returned[b], m.Recall)
+			}
+		})
 		return reply, nil, n.handler.Return(ctx, who, m.Blocks)
 	case kindStopped:
 		n.update(func() {
 			l := n.link(who)
-			l.stops = max(l.stops, m.Pause)
-			reply.Relied = l.met >= m.Pause
+			l.stops, l.counts = max(l.stops, m.Pause), true
+			reply.Relied, reply.Apart = l.met >= m.Pause, !l.neighbour()
 			reply = n.progress(reply) // as of the same moment: a pause that ends later has relied
 		})
 		n.handler.PeerChanged()
 	case kindRetract:
 		n.update(func() {
 			l := n.link(who)
-			reply.Relied = l.met >= m.Pause
+			reply.Relied, reply.Apart = l.met >= m.Pause, !l.neighbour()
 			l.met = max(l.met, m.Pause)
 			l.readies = max(l.readies, m.Pause)
 			reply = n.progress(reply)
@@ -188,6 +216,7 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 			l := n.link(who)
 			l.readies = max(l.readies, m.Pause)
 			l.generation = max(l.generation, m.Generation)
+			reply.Apart = !l.neighbour()
 			reply = n.progress(reply)
 		})
 		n.handler.PeerChanged()
@@ -198,19 +227,14 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 }
 
 // take counts the blocks of a fetch among those that the peer maps, unless it
-// has dropped them since it asked. It answers which were not counted before.
-func (l *link) take(m message) (added []uint64) {
+// has dropped them since it asked.
+func (l *link) take(m message) {
 	for _, b := range m.Blocks {
-		if m.Number < l.told[b] {
-			continue
-		}
-		l.told[b] = m.Number
-		if !l.exports[b] {
+		if m.Number >= l.told[b] {
+			l.told[b] = m.Number
 			l.exports[b] = true
-			added = append(added, b)
 		}
 	}
-	return added
 }
 
 // let no longer counts the blocks, unless the peer has fetched them since.

@@ -45,33 +45,62 @@ func (s *socketSteps) asked(address, step string) string {
 }
 
 func init() {
-	peer.Fault = func(c *net.UnixConn, step string) (err error) {
-		sockets.Lock()
-		defer sockets.Unlock()
-		var what string
-		if c == nil {
-			what = sockets.asked(strings.TrimPrefix(step, "dial "), "dial")
-		} else if name := sockets.names[fmt.Sprint(c.LocalAddr())]; name != "" {
-			what = name + " serves: " + step
-		} else {
-			what = sockets.asked(fmt.Sprint(c.RemoteAddr()), step)
-		}
-		if what == "" { // of an earlier test's process, which may be talking still
+	peer.Fault = func(c *net.UnixConn, step string) error {
+		err := sockets.step(c, step)
+		if wait := delay(0); errors.As(err, &wait) {
+			time.Sleep(time.Duration(wait))
 			return nil
 		}
-		sockets.conns[c] = true
-		sockets.count[what]++
-		if sockets.fail != nil {
-			err = sockets.fail(what, sockets.count[what])
-		}
-		if strings.HasPrefix(step, "send ") && err == nil {
-			sockets.sending++
-		}
-		if strings.HasPrefix(step, "sent ") {
-			sockets.sending = max(0, sockets.sending-1) // it may have begun before it was watched
+		if until := (held{}); errors.As(err, &until) {
+			<-until.until
+			return nil
 		}
 		return err
 	}
+}
+
+// delay is the error of a step that is only late.
+type delay time.Duration
+
+func (d delay) Error() string { return fmt.Sprint("late by ", time.Duration(d)) }
+
+// held is the error of a step that is made when the channel is closed.
+type held struct{ until <-chan struct{} }
+
+func (held) Error() string { return "held" }
+
+func late(err error) bool {
+	d, h := delay(0), held{}
+	return errors.As(err, &d) || errors.As(err, &h)
+}
+
+// step counts a step at a socket and answers its error.
+func (s *socketSteps) step(c *net.UnixConn, step string) (err error) {
+	sockets.Lock()
+	defer sockets.Unlock()
+	var what string
+	if c == nil {
+		what = sockets.asked(strings.TrimPrefix(step, "dial "), "dial")
+	} else if name := sockets.names[fmt.Sprint(c.LocalAddr())]; name != "" {
+		what = name + " serves: " + step
+	} else {
+		what = sockets.asked(fmt.Sprint(c.RemoteAddr()), step)
+	}
+	if what == "" { // of an earlier test's process, which may be talking still
+		return nil
+	}
+	sockets.conns[c] = true
+	sockets.count[what]++
+	if sockets.fail != nil {
+		err = sockets.fail(what, sockets.count[what])
+	}
+	if strings.HasPrefix(step, "send ") && (err == nil || late(err)) {
+		sockets.sending++
+	}
+	if strings.HasPrefix(step, "sent ") {
+		sockets.sending = max(0, sockets.sending-1) // it may have begun before it was watched
+	}
+	return err
 }
 
 // atSockets asks fail for the error of each step, and counts anew. It answers

@@ -6,6 +6,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
+	"runtime/debug"
 	"slices"
 
 	"amem/golib/cuda"
@@ -161,6 +163,7 @@ func (s *Session) CloseHandle(p cuda.Ptr) (known bool, err error) {
 	if r == nil {
 		return false, nil
 	}
+	defer r.gate()()
 	return true, r.space.Close(p)
 }
 
@@ -222,13 +225,14 @@ func (h *sharing) Settled(part peer.Part) {
 func (h *sharing) PeerChanged() {}
 
 // Leave implements peer.Handler: it waits for this process's kernels, which may
-// use the memory, and unmaps it.
-func (h *sharing) Leave(ctx context.Context, owner peer.Identity, blocks []uint64) error {
+// use the memory, and unmaps it, if the owner needs that still.
+func (h *sharing) Leave(ctx context.Context, owner peer.Identity, blocks []uint64, stands func() bool) error {
 	return h.eachBorrower(ctx, owner, blocks, func(r *Region) error {
 		if err := r.space.Synchronize(ctx); err != nil {
 			return err
 		}
-		return r.space.LetGo(owner, blocks)
+		defer r.gate()()
+		return r.space.LetGo(owner, blocks, stands)
 	})
 }
 
@@ -243,12 +247,18 @@ func (h *sharing) eachBorrower(ctx context.Context, owner peer.Identity, blocks 
 	done := make(chan error, 1)
 	go func() {
 		var errs []error
+		defer func() {
+			if r := recover(); r != nil { // it may not take the host process down
+				slog.Error("serving the owner of shared memory", "panic", r, "stack", string(debug.Stack()))
+				errs = append(errs, fmt.Errorf("a fault of amem's, which the log says more of: %v", r))
+			}
+			done <- errors.Join(errs...)
+		}()
 		for _, r := range h.session.allRegions() {
 			if r.space.Borrows(owner, blocks) {
 				errs = append(errs, f(r))
 			}
 		}
-		done <- errors.Join(errs...)
 	}()
 	select {
 	case err := <-done:
@@ -268,5 +278,6 @@ func (r *Region) attachAgain(ctx context.Context, owner peer.Identity, blocks []
 	if r.isPaused() {
 		return nil
 	}
+	defer r.gate()()
 	return r.space.AttachAgain(ctx, owner, blocks)
 }
