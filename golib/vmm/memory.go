@@ -284,8 +284,13 @@ func (s *Space) unsettle(b *block) error {
 // regroup puts own slabs that have no memory now, stand side by side and are
 // mapped by the same peers on common memory: peers map all of it, and what giving
 // access to much memory costs goes by its size. Little costs by the piece, so that
-// much is put together whoever maps it. mu is held.
+// much is put together whoever maps it. Where processes of other groups share memory
+// with this one, no more is: what they fetch later keeps all that it stands on. mu is held.
 func (s *Space) regroup() {
+	most := uint64(maxMemory)
+	if s.outside {
+		most = littleMemory
+	}
 	var blocks []*block
 	for _, b := range s.blocks {
 		if !b.mem.live && b.window != nil {
@@ -298,7 +303,7 @@ func (s *Space) regroup() {
 	for _, b := range blocks {
 		m, others := b.mem, s.peers.Importers(b.id)
 		if last != nil && last.home+cuda.Ptr(last.size) == b.home && last.blocks[0].window == b.window &&
-			last.size+b.size <= maxMemory && (slices.Equal(users, others) || last.size+b.size <= littleMemory) &&
+			last.size+b.size <= most && (slices.Equal(users, others) || last.size+b.size <= littleMemory) &&
 			last.keep == m.keep && slices.Equal(last.access, m.access) {
 			users = slices.Compact(slices.SortedFunc(slices.Values(slices.Concat(users, others)), peer.ID.Compare))
 			last.blocks = append(last.blocks, b)
