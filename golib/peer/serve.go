@@ -133,8 +133,9 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 			return reply, nil, fmt.Errorf("%d blocks asked for at once, at most %d", len(m.Blocks), maxFDs)
 		}
 		// Counted first: a pause that starts now must wait for this peer too. What
-		// it can't have, it drops.
-		n.update(func() { n.link(who).take(m) })
+		// it does not get, it drops: the request may be said twice, and answered otherwise.
+		var added []uint64
+		n.update(func() { added = n.link(who).take(m) })
 		serving, cancel := context.WithCancel(ctx)
 		defer cancel()
 		if m.Now {
@@ -142,7 +143,8 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		}
 		list, generation, err := n.handler.Serve(serving, who, m.Blocks)
 		if err != nil {
-			if errors.Is(err, ErrGone) {
+			if errors.Is(err, ErrGone) { // as it will be each time
+				n.update(func() { n.link(who).let(added, m.Number) })
 				return reply, nil, nil // no memory says so
 			}
 			if errors.Is(err, ErrPaused) && m.Now {
@@ -227,14 +229,19 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 }
 
 // take counts the blocks of a fetch among those that the peer maps, unless it
-// has dropped them since it asked.
-func (l *link) take(m message) {
+// has dropped them since it asked. It answers which were not counted before.
+func (l *link) take(m message) (added []uint64) {
 	for _, b := range m.Blocks {
-		if m.Number >= l.told[b] {
-			l.told[b] = m.Number
+		if m.Number < l.told[b] {
+			continue
+		}
+		l.told[b] = m.Number
+		if !l.exports[b] {
 			l.exports[b] = true
+			added = append(added, b)
 		}
 	}
+	return added
 }
 
 // let no longer counts the blocks, unless the peer has fetched them since.

@@ -704,7 +704,7 @@ func (s *Space) mourn(owner peer.Identity, blocks []*block) {
 	}
 	s.mourned[owner.ID] = true
 	s.mu.Unlock()
-	slog.Log(context.Background(), level, "a peer has ended, and its memory that is not mapped here is gone with it",
+	slog.Log(context.Background(), level, "peer has ended: what is not mapped here of its memory is gone",
 		"peer", owner.String(), "blocks", len(blocks), "bytes", bytes)
 }
 
