@@ -79,8 +79,8 @@ const (
 	ErrInvalidValue    Result = C.CUDA_ERROR_INVALID_VALUE
 	ErrOutOfMemory     Result = C.CUDA_ERROR_OUT_OF_MEMORY
 	ErrOperatingSystem Result = C.CUDA_ERROR_OPERATING_SYSTEM
-	ErrNotSupported    Result = C.CUDA_ERROR_NOT_SUPPORTED
 	ErrNotPermitted    Result = C.CUDA_ERROR_NOT_PERMITTED
+	ErrNotSupported    Result = C.CUDA_ERROR_NOT_SUPPORTED
 	ErrUnknown         Result = C.CUDA_ERROR_UNKNOWN
 )
 

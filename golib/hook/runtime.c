@@ -137,14 +137,15 @@ static int ipc_close_mem_handle(void *ptr) {
     return status == AMEM_OK ? SUCCESS : refuse_status(status, text);
 }
 
-/* Whether it is a region's memory that is paused: the driver's fault would end the context. */
+/* Whether it is a region's memory that is paused, here or by its owner: the driver's fault would end the context. */
 static bool paused(const void *ptr) {
     if (!__atomic_load_n(&runtime_paused_regions, __ATOMIC_ACQUIRE)) return false;
     const struct amem_core *core = core_loaded();
     return core && core->memory_state(at(ptr)) == AMEM_STATE_PAUSED;
 }
 
-static const char used_paused[] = "a copy from or to memory that is paused was refused: resume its tag first";
+static const char used_paused[] = "a copy from or to memory that is paused was refused: resume its tag first, "
+                                  "in the process that has paused it";
 
 static int memcpy_(void *to, const void *from, size_t size, int kind) {
     if (paused(to) || paused(from)) return refuse(ILLEGAL_STATE, used_paused);

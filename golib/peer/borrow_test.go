@@ -27,17 +27,19 @@ func TestLeaveAndReturn(t *testing.T) {
 	owner.maps(t, none, 1)
 	none.maps(t, owner, 3)
 	pid := owner.Self().PID
-	require.NoError(t, owner.Leave(within(t, second), []uint64{1, 2}))
+	recall, err := owner.Leave(within(t, second), []uint64{1, 2})
+	require.NoError(t, err)
 	require.Equal(t, []string{fmt.Sprintf("leave %d [1 2]", pid)}, one.memory.listen())
 	require.Equal(t, []string{fmt.Sprintf("leave %d [2]", pid)}, two.memory.listen())
-	require.NoError(t, owner.Return(within(t, second), []uint64{2}))
+	require.NoError(t, owner.Return(within(t, second), recall, []uint64{2}))
 	require.Equal(t, []string{fmt.Sprintf("return %d [2]", pid)}, one.memory.listen())
 	require.Equal(t, []string{fmt.Sprintf("return %d [2]", pid)}, two.memory.listen())
 	require.Empty(t, none.memory.listen())
 
 	one.Drop(owner.Self(), 2)
 	require.Eventually(t, func() bool {
-		require.NoError(t, owner.Leave(within(t, second), []uint64{2}))
+		_, err := owner.Leave(within(t, second), []uint64{2})
+		require.NoError(t, err)
 		return len(one.memory.listen()) == 0
 	}, second, second/100)
 }
@@ -54,19 +56,20 @@ func TestLeaveFails(t *testing.T) {
 	one.maps(t, owner, 1)
 	two.maps(t, owner, 1)
 	answers(one, func(context.Context) error { return errors.New("a kernel does not end") })
-	err := owner.Leave(within(t, second), []uint64{1})
+	_, err := owner.Leave(within(t, second), []uint64{1})
 	require.ErrorContains(t, err, fmt.Sprintf("pid %d", one.Self().PID))
 	require.ErrorContains(t, err, "a kernel does not end")
 	require.Len(t, two.memory.listen(), 1)
 
 	answers(one, func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() })
-	err = owner.Leave(within(t, second/10), []uint64{1})
+	_, err = owner.Leave(within(t, second/10), []uint64{1})
 	var timeout *TimeoutError
 	require.ErrorAs(t, err, &timeout)
 	require.ErrorContains(t, err, fmt.Sprintf("waiting for pid %d (group 0) to let go", one.Self().PID))
 
 	one.Close() // it has ended: there is nobody to wait for
-	require.NoError(t, owner.Leave(within(t, second), []uint64{1}))
+	_, err = owner.Leave(within(t, second), []uint64{1})
+	require.NoError(t, err)
 }
 
 func TestSockets(t *testing.T) {

@@ -36,7 +36,7 @@ const (
 	kindUnmapped = "unmapped" // I don't map these blocks of yours now, as of these fetches, and keep those of Blocks
 	kindDescribe = "describe" // what is at this part of your memory?
 	kindLeave    = "leave"    // I am about to pause these blocks of mine: let go of them
-	kindReturn   = "return"   // these blocks of mine are there again: map them
+	kindReturn   = "return"   // these blocks of mine are there again, or still: map them
 	kindError    = "error"
 )
 
@@ -56,8 +56,13 @@ type message struct {
 	Now        bool     `json:",omitempty"` // of a fetch: don't wait for what is paused
 	Paused     bool     `json:",omitempty"` // it is
 	Relied     bool     `json:",omitempty"`
+	Apart      bool     `json:",omitempty"` // the answer's sender shares no memory with who asks
+	Recall     uint64   `json:",omitempty"` // of a leave: its number; of a return: the last recall that is over
 	Descriptor []byte   `json:",omitempty"`
 	Error      string   `json:",omitempty"`
+
+	Within time.Duration `json:",omitempty"` // how long the sender waits for the answer
+	Late   bool          `json:",omitempty"` // of an error: that time has passed
 }
 
 // conn carries messages, each with descriptors, between two processes of one

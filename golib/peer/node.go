@@ -88,8 +88,9 @@ type Handler interface {
 	// there is none.
 	Describe(part Part) []byte
 	// Leave lets go of an owner's blocks, and Return maps them again. Neither waits
-	// longer than ctx.
-	Leave(ctx context.Context, owner Identity, blocks []uint64) error
+	// longer than ctx. Just before it lets go of them, Leave asks stands whether the
+	// owner needs that still; if not, it fails with ErrOver.
+	Leave(ctx context.Context, owner Identity, blocks []uint64, stands func() bool) error
 	Return(ctx context.Context, owner Identity, blocks []uint64) error
 	// PeerChanged is called when a peer has paused, is ready again, or is gone.
 	PeerChanged()
@@ -128,13 +129,20 @@ type link struct {
 	known   bool              // they have said how far they are
 	gone    bool
 
+	recalled map[uint64]uint64 // blocks of ours whose recall they were told of, but not of its end: its number
+	returned map[uint64]uint64 // blocks of theirs: the last recall that is over
+	ended    uint64            // the number of their last kindEnded
+
 	stops      uint64 // the last pause that they started
 	readies    uint64 // the last pause that they ended or retracted
 	met        uint64 // their last pause that ours has taken into account
 	generation uint64 // of their memory, as of their last kindReady
 
-	silent bool // they did not answer when we told them of our last pause
-	relied bool // they paused relying on our last pause, which failed
+	silent    bool // they did not answer when we told them of our last pause
+	relied    bool // they paused relying on our last pause, which failed
+	unfetched bool // we have fetched nothing of theirs since our last pause began
+	apart     bool // and as they said when we told them of it, they share no memory with us
+	counts    bool // they have told us of a pause, so they count us among those they share memory with
 
 	watched bool   // a connection is kept open to learn of their end
 	idle    []conn // for requests
@@ -144,6 +152,11 @@ type link struct {
 	mapped   map[uint64]uint64 // blocks of ours that they may have mapped now: the number of their last fetch that was answered
 	kept     map[uint64]bool   // those that they say they keep
 	unmapped unmapped          // what is to be said of theirs
+}
+
+func newLink(who Identity) *link {
+	return &link{who: who, imports: map[uint64]uint64{}, exports: map[uint64]bool{}, told: map[uint64]uint64{},
+		recalled: map[uint64]uint64{}, returned: map[uint64]uint64{}, unsettled: newUnsettled()}
 }
 
 func (l *link) neighbour() bool { return !l.gone && len(l.imports)+len(l.exports) > 0 }
@@ -166,7 +179,8 @@ type Node struct {
 	stops      uint64               // the last pause that we started
 	readies    uint64               // the last pause that we ended or retracted
 	generation uint64
-	requests   uint64        // numbers fetches and drops: a drop must not overtake, or undo, a later fetch
+	requests   uint64        // numbers fetches, drops and ends: a drop must not overtake, or undo, a later fetch
+	recalls    uint64        // the number of our last recall of blocks
 	changed    chan struct{} // closed, and replaced, when anything above changes
 }
 
@@ -240,7 +254,7 @@ func (n *Node) update(f func()) {
 func (n *Node) link(who Identity) *link {
 	l := n.links[who.ID]
 	if l == nil {
-		l = &link{who: who, imports: map[uint64]uint64{}, exports: map[uint64]bool{}, told: map[uint64]uint64{}}
+		l = newLink(who)
 		n.links[who.ID] = l
 	}
 	return l
@@ -366,9 +380,29 @@ func (n *Node) watch(ctx context.Context, who Identity) error {
 		_, fds, _ := c.receive(context.Background()) // nothing is ever sent here: it returns at the end
 		closeAll(fds)
 		_ = c.Close()
-		n.lost(who)
+		n.update(func() { l.watched = false })
+		n.unwatched(who)
 	})
 	return nil
+}
+
+// unwatched is called when a connection that was kept to learn of a process's end
+// has ended. The process may have ended, or the connection alone: then it is
+// watched anew, since what it maps must not be forgotten.
+func (n *Node) unwatched(who Identity) {
+	for wait := 10 * time.Millisecond; n.closed.Err() == nil; wait = min(2*wait, time.Second) {
+		ctx, cancel := context.WithTimeout(n.closed, n.timeout)
+		err := n.watch(ctx, who)
+		cancel()
+		if err == nil || errors.Is(err, ErrGone) {
+			return
+		}
+		slog.Debug("watch", "peer", who.String(), "error", err)
+		select {
+		case <-time.After(wait):
+		case <-n.closed.Done():
+		}
+	}
 }
 
 // lost notes that a process has ended.
@@ -376,9 +410,9 @@ func (n *Node) lost(who Identity) {
 	n.update(func() {
 		l := n.link(who)
 		l.gone = true
-		l.exports, l.told = map[uint64]bool{}, map[uint64]uint64{}
+		l.exports, l.told, l.recalled = map[uint64]bool{}, map[uint64]uint64{}, map[uint64]uint64{}
 		l.mapped, l.kept = nil, nil
-		l.unsettled = unsettled{talking: l.unsettled.talking}
+		l.unsettled.forget()
 		n.unusedBlocks(who.ID, func(uint64) bool { return true })
 		for _, c := range l.idle {
 			_ = c.Close()
@@ -422,6 +456,9 @@ func (n *Node) ask(ctx context.Context, who Identity, m message) (message, []int
 			return message{}, nil, err
 		}
 	}
+	if end, limited := ctx.Deadline(); limited {
+		m.Within = time.Until(end)
+	}
 	reply, fds, err := n.exchange(ctx, c, m)
 	if err != nil {
 		_ = c.Close()
@@ -441,6 +478,9 @@ func (n *Node) ask(ctx context.Context, who Identity, m message) (message, []int
 	}
 	if reply.Kind != m.Kind {
 		closeAll(fds)
+		if reply.Late {
+			return message{}, nil, fmt.Errorf("%s: %s: %s: %w", who, m.Kind, reply.Error, &TimeoutError{For: []Identity{who}})
+		}
 		return message{}, nil, fmt.Errorf("%s: %s: %s", who, m.Kind, reply.Error)
 	}
 	return reply, fds, nil
@@ -475,6 +515,7 @@ func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64, now b
 		n.requests++
 		number = n.requests
 		l := n.link(owner)
+		l.apart, l.unfetched = false, false
 		for _, b := range blocks {
 			if l.imports[b] == 0 {
 				fresh = append(fresh, b)
@@ -483,11 +524,12 @@ func (n *Node) Fetch(ctx context.Context, owner Identity, blocks []uint64, now b
 		}
 	})
 	list, generation, err := n.fetch(ctx, owner, blocks, message{Kind: kindFetch, Number: number, Now: now})
-	if err != nil {
+	if err != nil { // the owner may have counted it all the same, or may still
 		n.update(func() {
+			l := n.link(owner)
 			for _, b := range fresh {
-				if l := n.link(owner); l.imports[b] == number {
-					delete(l.imports, b)
+				if l.imports[b] == number {
+					n.drop(l, b)
 				}
 			}
 		})
@@ -556,22 +598,17 @@ func closeMemory(list []Memory) {
 	}
 }
 
-// Drop tells the owner that this process no longer maps its block.
+// Drop tells the owner that this process no longer maps its block. The owner is told
+// as often as it takes: it would wait for this process at each of its pauses.
 func (n *Node) Drop(owner Identity, block uint64) {
-	var number uint64
-	n.update(func() {
-		n.requests++
-		number = n.requests
-		delete(n.link(owner).imports, block)
-	})
-	rescue.Go(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
-		defer cancel()
-		_, _, err := n.request(ctx, owner, message{Kind: kindDrop, Blocks: []uint64{block}, Number: number})
-		if err != nil && !errors.Is(err, ErrGone) {
-			slog.Debug("drop", "owner", owner.String(), "error", err)
-		}
-	})
+	n.update(func() { n.drop(n.link(owner), block) })
+}
+
+// drop is Drop. n.mu is held.
+func (n *Node) drop(l *link, block uint64) {
+	delete(l.imports, block)
+	l.unsettled.dropped[block] = true
+	n.talk(l)
 }
 
 // Freed notes that a block of this process is no more: nobody maps it for us.
@@ -582,6 +619,7 @@ func (n *Node) Freed(block uint64) {
 			delete(l.told, block)
 			delete(l.mapped, block)
 			delete(l.kept, block)
+			delete(l.recalled, block)
 		}
 	})
 }
@@ -598,6 +636,18 @@ func (n *Node) Importers(block uint64) []ID {
 	}
 	slices.SortFunc(list, ID.Compare)
 	return list
+}
+
+// Outside tells whether a process of another group maps a block of this process.
+func (n *Node) Outside(block uint64) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, l := range n.links {
+		if !l.gone && l.who.Group != n.self.Group && l.exports[block] {
+			return true
+		}
+	}
+	return false
 }
 
 // Gone tells whether the process is known to have ended.

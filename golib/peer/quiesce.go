@@ -38,16 +38,20 @@ func (n *Node) neighbours() []*link {
 	return list
 }
 
-// tell sends a message to all neighbours at once, and hands each answer to got.
+// tell sends a message to all neighbours at once, and to those who count this process
+// among theirs, and hands each answer to got.
 // Each answer says how far the neighbour is: what it has told us itself may
 // have been lost when its own deadline passed.
 func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply message, err error)) {
 	n.mu.Lock()
 	var who []Identity
-	for _, l := range n.neighbours() {
-		who = append(who, l.who)
-		n.talk(l)
-		n.tellUnmapped(l)
+	for _, l := range n.links {
+		// Who waits for this process must hear of it, though this one shares nothing with it.
+		if !l.gone && l.who.Group == n.self.Group && (l.neighbour() || l.counts) {
+			who = append(who, l.who)
+			n.talk(l)
+			n.tellUnmapped(l)
+		}
 	}
 	n.mu.Unlock()
 	var wg sync.WaitGroup
@@ -58,7 +62,10 @@ func (n *Node) tell(ctx context.Context, m message, got func(who Identity, reply
 			reply, fds, err := n.request(ctx, w, m)
 			closeAll(fds)
 			if err == nil {
-				n.update(func() { n.link(w).learn(reply) })
+				n.update(func() {
+					n.link(w).learn(reply)
+					n.link(w).counts = !reply.Apart
+				})
 			}
 			got(w, reply, err)
 		})
@@ -76,7 +83,7 @@ func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
 		n.stops++
 		pause = n.stops
 		for _, l := range n.links {
-			l.relied = false
+			l.relied, l.apart, l.unfetched = false, false, true
 			l.met = l.stops // an earlier pause of theirs says nothing about this one
 			if l.stopped() {
 				l.met-- // but the one that they are in does
@@ -88,6 +95,7 @@ func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
 		n.update(func() {
 			l := n.link(who)
 			l.silent = err != nil
+			l.apart = err == nil && reply.Apart && l.unfetched
 			if timeout := (*TimeoutError)(nil); err != nil && !errors.Is(err, ErrGone) && !errors.As(err, &timeout) {
 				untold = append(untold, err) // the wait below names it, but not why
 			}
@@ -132,7 +140,12 @@ func (n *Node) lagging() []Identity {
 	for _, l := range n.neighbours() {
 		// A neighbour that stopped since we did was idle at one time with us,
 		// even if it is ready again; so is one that stopped earlier and still is.
-		// What is known of one that does not answer may be over.
+		// What is known of one that does not answer may be over. One that shares
+		// nothing with this process does not tell it of its pauses: what is
+		// counted here is freed, or not mapped any more, or not yet.
+		if l.apart {
+			continue
+		}
 		if l.silent || (l.stops <= l.met && !l.stopped()) {
 			list = append(list, l.who)
 		}
@@ -178,7 +191,7 @@ func (n *Node) retract(pause uint64) []Identity {
 		}
 		n.mu.Lock()
 		l := n.link(who)
-		stopped := l.stopped()
+		stopped := l.stopped() && l.neighbour()
 		if stopped {
 			l.relied = true
 			l.met = l.stops // it has to be over before we use their memory again
@@ -221,7 +234,7 @@ func (n *Node) WaitReady(ctx context.Context) error {
 		var list []Identity
 		for _, l := range n.neighbours() {
 			// Not whether it has stopped: it may have begun its next pause already, and wait for us.
-			if (len(l.imports) > 0 || l.relied) && l.readies < l.met {
+			if !l.apart && (len(l.imports) > 0 || l.relied) && l.readies < l.met {
 				list = append(list, l.who)
 			}
 		}

@@ -47,12 +47,6 @@ func (n *Node) accept() {
 func (n *Node) serve(c conn) {
 	defer c.Close()
 	defer n.closes(c)()
-	defer func() {
-		// A fault in answering one peer must not take the host process down.
-		if r := recover(); r != nil {
-			slog.Error("serving a peer", "panic", r)
-		}
-	}()
 	if err := c.checkUser(); err != nil {
 		n.refused.Do(func() { slog.Warn("refused a connection, and will refuse others without a word", "error", err) })
 		return
@@ -63,7 +57,10 @@ func (n *Node) serve(c conn) {
 		return
 	}
 	if watch {
-		defer n.lost(who)
+		defer func() {
+			_ = c.Close()
+			n.unwatched(who)
+		}()
 	}
 	for {
 		m, fds, err := c.receive(context.Background())
@@ -80,13 +77,16 @@ func (n *Node) serve(c conn) {
 
 // reply answers one message.
 func (n *Node) reply(c conn, who Identity, m message) error {
-	// Longer than the peer waits, so that its own deadline passes first and its error says whom it waited for.
-	waiting, cancel := context.WithTimeout(context.Background(), 2*n.timeout)
+	limit := 2 * n.timeout
+	if m.Within > 0 { // what is done when the peer has given up, it does not reckon with
+		limit = min(limit, m.Within)
+	}
+	waiting, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	reply, fds, err := n.answer(waiting, who, m)
+	reply, fds, err := n.answerGuarded(waiting, who, m)
 	defer closeAll(fds)
 	if err != nil {
-		reply = message{Kind: kindError, Error: err.Error()}
+		reply = message{Kind: kindError, Error: err.Error(), Late: waiting.Err() != nil}
 	}
 	sending, cancel := context.WithTimeout(context.Background(), n.timeout)
 	defer cancel()
@@ -109,6 +109,16 @@ func (n *Node) greet(c conn) (who Identity, watch bool, err error) {
 	return m.From, m.Watch, n.send(ctx, c, n.hello(false), nil)
 }
 
+// answerGuarded is answer, whose panic is an error that the peer gets too.
+func (n *Node) answerGuarded(ctx context.Context, who Identity, m message) (reply message, fds []int, err error) {
+	defer func() {
+		if fault := rescue.Panicked(recover()); fault != nil {
+			err = fmt.Errorf("%s in process %d, whose log says more", fault, n.Self().PID)
+		}
+	}()
+	return n.answer(ctx, who, m)
+}
+
 func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []int, error) {
 	reply := message{Kind: m.Kind}
 	switch m.Kind {
@@ -116,7 +126,8 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		if len(m.Blocks) > maxFDs {
 			return reply, nil, fmt.Errorf("%d blocks asked for at once, at most %d", len(m.Blocks), maxFDs)
 		}
-		// Counted first: a pause that starts now must wait for this peer too.
+		// Counted first: a pause that starts now must wait for this peer too. What
+		// it does not get, it drops: the request may be said twice, and answered otherwise.
 		var added []uint64
 		n.update(func() { added = n.link(who).take(m) })
 		serving, cancel := context.WithCancel(ctx)
@@ -126,8 +137,8 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		}
 		list, generation, err := n.handler.Serve(serving, who, m.Blocks)
 		if err != nil {
-			n.update(func() { n.link(who).let(added, m.Number) }) // what it mapped before, it still does
-			if errors.Is(err, ErrGone) {
+			if errors.Is(err, ErrGone) { // as it will be each time
+				n.update(func() { n.link(who).let(added, m.Number) })
 				return reply, nil, nil // no memory says so
 			}
 			if errors.Is(err, ErrPaused) && m.Now {
@@ -161,6 +172,11 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		reply.Chunks = n.handler.Outlived(m.Chunks)
 	case kindEnded:
 		n.update(func() {
+			l := n.link(who)
+			if m.Number <= l.ended { // said again since, and the parts may be in use again
+				return
+			}
+			l.ended = m.Number
 			for _, part := range m.Parts {
 				n.unused(part, who.ID)
 			}
@@ -176,21 +192,27 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 		}
 		reply.Descriptor = n.handler.Describe(m.Parts[0])
 	case kindLeave:
-		return reply, nil, n.handler.Leave(ctx, who, m.Blocks)
+		return reply, nil, n.handler.Leave(ctx, who, m.Blocks, func() bool { return n.stands(ctx, who, m) })
 	case kindReturn:
+		n.update(func() { // first: from now on nobody lets go of them for a recall that is over
+			l := n.link(who)
+			for _, b := range m.Blocks {
+				l.returned[b] = max(l.returned[b], m.Recall)
+			}
+		})
 		return reply, nil, n.handler.Return(ctx, who, m.Blocks)
 	case kindStopped:
 		n.update(func() {
 			l := n.link(who)
-			l.stops = max(l.stops, m.Pause)
-			reply.Relied = l.met >= m.Pause
+			l.stops, l.counts = max(l.stops, m.Pause), true
+			reply.Relied, reply.Apart = l.met >= m.Pause, !l.neighbour()
 			reply = n.progress(reply) // as of the same moment: a pause that ends later has relied
 		})
 		n.handler.PeerChanged()
 	case kindRetract:
 		n.update(func() {
 			l := n.link(who)
-			reply.Relied = l.met >= m.Pause
+			reply.Relied, reply.Apart = l.met >= m.Pause, !l.neighbour()
 			l.met = max(l.met, m.Pause)
 			l.readies = max(l.readies, m.Pause)
 			reply = n.progress(reply)
@@ -201,6 +223,7 @@ func (n *Node) answer(ctx context.Context, who Identity, m message) (message, []
 			l := n.link(who)
 			l.readies = max(l.readies, m.Pause)
 			l.generation = max(l.generation, m.Generation)
+			reply.Apart = !l.neighbour()
 			reply = n.progress(reply)
 		})
 		n.handler.PeerChanged()

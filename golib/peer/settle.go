@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"time"
 
 	"amem/golib/rescue"
 )
@@ -22,9 +23,22 @@ const maxParts = 1000
 
 // unsettled is what is still to be said to one process.
 type unsettled struct {
-	freed   []Part // ours, which we have freed: do you use them?
-	ended   []Part // theirs, which they have freed, and we now too
-	talking bool   // a goroutine says it
+	freed   []Part          // ours, which we have freed: do you use them?
+	ended   []Part          // theirs, which they have freed, and we now too
+	dropped map[uint64]bool // blocks of theirs that we no longer map
+	talking bool            // a goroutine says it
+	hurry   chan struct{}   // wakes the goroutine, which waits after a failure
+}
+
+func newUnsettled() unsettled {
+	return unsettled{dropped: map[uint64]bool{}, hurry: make(chan struct{}, 1)}
+}
+
+func (u *unsettled) empty() bool { return len(u.freed)+len(u.ended)+len(u.dropped) == 0 }
+
+func (u *unsettled) forget() {
+	u.freed, u.ended = nil, nil
+	clear(u.dropped)
 }
 
 // Settle asks all processes that map the block whether they use the part,
@@ -95,35 +109,82 @@ func (n *Node) unusedBlocks(who ID, choose func(block uint64) bool) {
 }
 
 // talk says what is unsettled with a process, on a goroutine that ends when
-// nothing is, or when the process does not answer: then it is said with what
-// comes next, or at the next pause or resume. mu is held.
+// nothing is, or the process has ended. A process that does not answer is asked again
+// and again: after a while, and at the next pause or resume. mu is held.
 func (n *Node) talk(l *link) {
-	if l.unsettled.talking || l.gone || len(l.unsettled.freed)+len(l.unsettled.ended) == 0 {
+	if l.gone || l.unsettled.empty() {
+		return
+	}
+	if l.unsettled.talking {
+		select {
+		case l.unsettled.hurry <- struct{}{}:
+		default:
+		}
 		return
 	}
 	l.unsettled.talking = true
 	rescue.Go(func() {
-		for n.sayNext(l) {
+		for wait := firstWait; ; {
+			more, err := n.sayNext(l)
+			if !more {
+				return
+			}
+			if err == nil {
+				wait = firstWait
+				continue
+			}
+			select {
+			case <-time.After(wait):
+				wait = min(2*wait, lastWait)
+			case <-l.unsettled.hurry:
+			case <-n.closed.Done():
+				return
+			}
 		}
 	})
 }
 
-// sayNext says as much as goes into a message. It answers false when it is the
-// last for now.
-func (n *Node) sayNext(l *link) bool {
+// How long a process that has not answered is left alone.
+const (
+	firstWait = 100 * time.Millisecond
+	lastWait  = 10 * time.Second
+)
+
+// sayNext says as much as goes into a message. It answers whether more is to be
+// said.
+func (n *Node) sayNext(l *link) (more bool, err error) {
 	n.mu.Lock()
+	select { // what was new is said now
+	case <-l.unsettled.hurry:
+	default:
+	}
 	freed, ended := cut(&l.unsettled.freed), cut(&l.unsettled.ended)
+	var dropped []uint64
+	for b := range l.unsettled.dropped {
+		if len(dropped) == maxBlocks {
+			break
+		}
+		delete(l.unsettled.dropped, b)
+		if l.imports[b] == 0 { // else fetched again since
+			dropped = append(dropped, b)
+		}
+	}
+	n.requests++ // now: what is fetched from now on is not meant
+	number := n.requests
 	n.mu.Unlock()
-	err := n.say(l.who, freed, ended)
+	err = n.say(l.who, number, freed, ended, dropped)
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if err != nil && !l.gone {
 		slog.Debug("settle", "peer", l.who.String(), "error", err)
 		l.unsettled.freed = append(freed, l.unsettled.freed...)
 		l.unsettled.ended = append(ended, l.unsettled.ended...)
+		for _, b := range dropped {
+			l.unsettled.dropped[b] = true
+		}
 	}
-	l.unsettled.talking = err == nil && len(l.unsettled.freed)+len(l.unsettled.ended) > 0
-	return l.unsettled.talking
+	l.unsettled.talking = !l.gone && !l.unsettled.empty()
+	return l.unsettled.talking, err
 }
 
 // cut takes the first parts off a list, as many as go into a message.
@@ -134,11 +195,16 @@ func cut(list *[]Part) []Part {
 	return head
 }
 
-func (n *Node) say(who Identity, freed, ended []Part) error {
+func (n *Node) say(who Identity, number uint64, freed, ended []Part, dropped []uint64) error {
 	ctx, cancel := context.WithTimeout(context.Background(), n.timeout)
 	defer cancel()
+	if len(dropped) > 0 {
+		if _, _, err := n.request(ctx, who, message{Kind: kindDrop, Blocks: dropped, Number: number}); err != nil {
+			return err
+		}
+	}
 	if len(ended) > 0 {
-		if _, _, err := n.request(ctx, who, message{Kind: kindEnded, Parts: ended}); err != nil {
+		if _, _, err := n.request(ctx, who, message{Kind: kindEnded, Parts: ended, Number: number}); err != nil {
 			return err
 		}
 	}

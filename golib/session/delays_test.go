@@ -1,377 +1,244 @@
 package session
 
 import (
-	"context"
 	"fmt"
 	"maps"
-	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"amem/golib/cuda"
+	"amem/golib/peer"
 	"amem/golib/simtest"
 )
 
-// A step that comes late is made all the same: when who has waited for it has given
-// up, and both have gone on. Nothing that such a step does then may stand in the way
-// of what the processes have agreed on since.
-
-// delay is one step of the first attempt to pause, or to resume, that comes late.
-type delay struct {
-	place
-	resuming bool
-	step     string
-	n        int
-	until    moment // what the processes have done by then
-}
-
-// place is where steps come late: at sockets, or in the driver.
-type place struct {
-	// holdUp counts steps anew, and makes one late until end is called, or for most of
-	// the time.
-	holdUp func(t *testing.T, d delay, deadline time.Duration) (end func())
-	// made returns how often each step was made since.
-	made func() map[string]int
-	// settle waits until what was late has been made.
-	settle func(t *testing.T)
-}
-
-// moment is when a late step is made.
-type moment int
-
-const (
-	afterTheAttempt moment = iota // who has waited for it has given up
-	afterTheNext                  // all have tried again, or have given the pause up
-	afterTheRound                 // all have resumed
-	moments
-)
-
-func (m moment) String() string {
-	return [...]string{"after the attempt", "after the next", "after the round"}[m]
-}
-
-// lateness holds a step up.
-type lateness struct {
-	over context.Context
-	most time.Duration
-}
-
-func (l *lateness) wait() {
-	select {
-	case <-l.over.Done():
-	case <-time.After(l.most):
-	}
-}
-
-// lateSockets holds up steps at sockets. A step of a process that asks another holds up
-// the attempt itself, so it is late by half of the deadline.
-func lateSockets() place {
-	return place{
-		holdUp: func(t *testing.T, d delay, deadline time.Duration) (end func()) {
-			atSockets(t, nil)
-			over, cancel := context.WithCancel(context.Background())
-			l := &lateness{over: over, most: patient / 4}
-			if strings.Contains(d.step, "is asked") {
-				l.most = deadline * 3 / 2
-			}
-			sockets.Lock()
-			defer sockets.Unlock()
-			sockets.late = func(step string, n int) *lateness {
-				if step != d.step || n != d.n {
-					return nil
-				}
-				return l
-			}
-			return func() {
-				sockets.Lock()
-				defer sockets.Unlock()
-				sockets.late = nil
-				cancel()
-			}
-		},
-		made: func() map[string]int {
-			sockets.Lock()
-			defer sockets.Unlock()
-			return maps.Clone(sockets.count)
-		},
-		settle: func(t *testing.T) { atSockets(t, nil) },
-	}
-}
-
-// lateDriver holds up calls of the driver, by so many deadlines: the driver has no
-// way to give up.
-func lateDriver(deadlines float64) place {
-	var before map[string]int64
-	var latest time.Time
-	return place{
-		holdUp: func(t *testing.T, d delay, deadline time.Duration) (end func()) {
-			before = simtest.Driver().Calls()
-			if d.n == 0 {
-				return func() {}
-			}
-			wait := time.Duration(deadlines * float64(deadline))
-			simtest.Delay(t, d.step, d.n, wait)
-			latest = time.Now().Add(deadline + wait) // the attempt takes up to a deadline until then
-			return func() { simtest.Delay(t, d.step, 0, 0) }
-		},
-		made: func() map[string]int {
-			calls := map[string]int{}
-			for call, count := range simtest.Driver().Calls() {
-				if made := int(count - before[call]); made > 0 {
-					calls[call] = made
-				}
-			}
-			return calls
-		},
-		settle: func(*testing.T) { time.Sleep(time.Until(latest)) },
-	}
-}
-
-// delayed pauses and resumes while a step is late. A pause that has failed is
-// repeated, or with giveUp all resume instead. It tells whether the step was reached.
-func (r *ranks) delayed(t *testing.T, d delay, deadline time.Duration, giveUp bool) (steps map[string]int, failed bool) {
+// hold makes the first step of the name at a socket wait until the returned
+// function is called. taken tells whether the step was reached.
+func hold(t *testing.T, step string) (taken func() bool, let func()) {
 	t.Helper()
-	end := func() {}
-	passed := func(now moment) {
-		if now >= d.until {
-			end()
+	until := make(chan struct{})
+	var reached atomic.Bool
+	atSockets(t, func(s string, n int) error {
+		if s == step && n == 1 {
+			reached.Store(true)
+			return held{until}
 		}
-	}
-	first := func(resuming bool, call func(p *process) error, list []*process) error {
-		if resuming != d.resuming {
-			return attempt(t, list, r.patience(resuming), call)
-		}
-		end = d.holdUp(t, d, deadline)
-		err := attempt(t, list, deadline, call)
-		steps = d.made()
-		passed(afterTheAttempt)
-		return err
-	}
-	err := first(false, pause, r.joining)
-	failed = err != nil
-	if failed && !giveUp {
-		require.NoError(t, attempt(t, r.all, patient, pause), "the second attempt")
-	}
-	if !d.resuming {
-		passed(afterTheNext)
-	}
-	if !failed || !giveUp {
-		r.released(t)
-	}
-	if err := first(true, resume, r.all); err != nil {
-		failed = true
-		require.NoError(t, attempt(t, r.all, patient, resume), "the second attempt to resume")
-	}
-	passed(afterTheNext)
-	r.restored(t)
-	end()
-	d.settle(t)
-	require.NoError(t, attempt(t, r.all, patient, resume), "a resume of what is active")
-	r.restored(t)
-	return steps, failed
-}
-
-// untils returns the moments at which a step is made that comes late. All of them take
-// minutes: without DELAYS=all each step has one, in turn.
-func untils(number int) []moment {
-	if os.Getenv("DELAYS") == "all" {
-		return []moment{afterTheAttempt, afterTheNext, afterTheRound}
-	}
-	return []moment{moment(number % int(moments))}
-}
-
-// delays makes each step of a pause and a resume late in turn, as a first round
-// without a delay has found them, if the choice falls on it.
-func (r *ranks) delays(t *testing.T, at place, choose func(step string) bool) {
-	t.Helper()
-	allPause := len(r.joining) == len(r.all)
-	begin, cases, failures := time.Now(), 0, 0
-	for _, resuming := range []bool{false, true} {
-		steps, _ := r.delayed(t, delay{place: at, resuming: resuming}, r.patience(resuming), !allPause)
-		r.cycle(t)
-		for _, step := range slices.Sorted(maps.Keys(steps)) {
-			for n := 1; n <= steps[step] && choose(step); n++ {
-				for _, until := range untils(cases) {
-					for _, giveUp := range []bool{!allPause, true} {
-						failed := r.delay(t, delay{at, resuming, step, n, until}, giveUp)
-						cases++
-						if failed {
-							failures++
-						}
-						if !failed || !allPause {
-							break
-						}
-					}
-				}
-			}
-		}
-	}
-	t.Logf("%d cases, in %d of them an attempt failed: %v", cases, failures, time.Since(begin))
-	require.NotZero(t, failures)
-}
-
-// delay makes a round with a late step. It tells whether an attempt failed.
-func (r *ranks) delay(t *testing.T, d delay, giveUp bool) (failed bool) {
-	t.Helper()
-	name := fmt.Sprintf("%s %d, made %s", d.step, d.n, d.until)
-	ok := t.Run(name, func(t *testing.T) {
-		simtest.On(t, 0)
-		_, failed = r.delayed(t, d, hurried, giveUp)
+		return nil
 	})
-	require.True(t, ok)
-	r.cycle(t)
-	return failed
+	return reached.Load, func() { close(until) }
 }
 
-// Whichever step at a socket comes late, in whichever process: who waits for it gives
-// up and says whom it waited for, both go on, and the next attempts succeed.
-func TestDelaysAtSockets(t *testing.T) {
-	for _, c := range []struct {
-		name           string
-		count, joining int
-		asked          string // of processes that are all alike, one is enough
-		share          func(all []*process)
-	}{
-		{"two", 2, 2, "process 0 ", func(all []*process) { together(t, all[0], all[1]) }},
-		{"one maps the other", 2, 2, "", func(all []*process) { all[0].maps(t, all[1]) }},
-		{"one does not pause", 3, 2, "process 0 ", func(all []*process) {
-			together(t, all[0], all[1])
-			all[0].maps(t, all[2])
-		}},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			r := newRanks(t, c.count, c.joining, c.share)
-			r.delays(t, lateSockets(), func(step string) bool { return strings.HasPrefix(step, c.asked) })
-		})
-	}
+func (s *shared) setTimeout(timeout time.Duration) {
+	s.owner.options.Timeout, s.borrower.options.Timeout = timeout, timeout
 }
 
-// Whichever call of the driver comes late, in whichever of two processes: by less than
-// two deadlines, when a peer gives up and this process does not, and by more.
-func TestDelaysAtTheDriver(t *testing.T) {
-	for _, deadlines := range []float64{1.5, 3} {
-		t.Run(fmt.Sprint(deadlines), func(t *testing.T) {
-			r := newRanks(t, 2, 2, func(all []*process) { together(t, all[0], all[1]) })
-			r.delays(t, lateDriver(deadlines), func(string) bool { return true })
-		})
-	}
-}
-
-// Whichever step comes late while an owner pauses and resumes memory that another
-// process has opened.
-func TestDelaysOfRegions(t *testing.T) {
-	for _, backup := range []Backup{BackupCPU, BackupNone} {
-		t.Run(backup.String(), func(t *testing.T) {
-			s := newShared(t, backup)
-			for _, at := range []place{lateSockets(), lateDriver(1.5), lateDriver(3)} {
-				cases, failures := s.delays(t, at)
-				t.Logf("%d cases, in %d of them an attempt failed", cases, failures)
-				require.NotZero(t, failures)
-			}
-			s.end(t)
-		})
-	}
-}
-
-func (s *shared) delays(t *testing.T, at place) (cases, failures int) {
-	t.Helper()
-	s.delayed(t, delay{place: at}) // buffers, streams and events are made
-	for _, resuming := range []bool{false, true} {
-		steps, _ := s.delayed(t, delay{place: at, resuming: resuming})
-		require.NotEmpty(t, steps)
-		for _, step := range slices.Sorted(maps.Keys(steps)) {
-			for n := 1; n <= steps[step]; n++ {
-				for _, until := range untils(cases) {
-					cases++
-					t.Run(fmt.Sprintf("%s %d, made %s", step, n, until), func(t *testing.T) {
-						simtest.On(t, 0)
-						if _, failed := s.delayed(t, delay{at, resuming, step, n, until}); failed {
-							failures++
-						}
-					})
-				}
-			}
-		}
-	}
-	return cases, failures
-}
-
-// delayed pauses and resumes while a step is late. The attempt that it makes fail is
-// repeated, in every other case only after a resume.
-func (s *shared) delayed(t *testing.T, d delay) (steps map[string]int, failed bool) {
-	t.Helper()
-	end := func() {}
-	defer func() { end() }()
-	passed := func(now moment) {
-		if now >= d.until {
-			end()
-		}
-	}
-	both := []*process{s.owner, s.borrower}
-	deadline := func(to time.Duration) {
-		for _, p := range both {
-			p.options.Timeout = to
-		}
-	}
-	defer deadline(patient)
-	for _, resuming := range []bool{false, true} {
-		change, wanted := s.owner.Pause, Paused
-		if resuming {
-			change, wanted = s.owner.Resume, Active
-		}
-		var err error
-		if d.resuming == resuming {
-			if d.n > 0 {
-				deadline(hurried)
-			}
-			end = d.holdUp(t, d, hurried)
-			err = change("weights")
-			steps = d.made()
-			deadline(patient)
-			passed(afterTheAttempt)
-		} else {
-			err = change("weights")
-		}
-		if err != nil {
-			failed = true
-			if d.n%2 == 0 && !resuming {
-				require.NoError(t, s.owner.Resume("weights"), "a resume after the attempt")
-				s.same(t)
-			}
-			require.NoError(t, change("weights"), "the second attempt")
-		}
-		state, _ := s.owner.TagState("weights")
-		require.Equal(t, wanted, state)
-		if state == Paused {
-			require.Zero(t, simtest.Used(t, 0))
-		}
-		if d.resuming == resuming {
-			passed(afterTheNext)
-		}
-	}
-	s.same(t)
-	end()
-	d.settle(t)
-	require.NoError(t, s.borrower.Resume(""), "a resume of what is active")
-	s.same(t)
-	require.NoError(t, s.owner.Pause("weights"), "the next pause")
-	require.Zero(t, simtest.Used(t, 0))
-	require.NoError(t, s.owner.Resume("weights"), "the next resume")
-	s.same(t)
-	return steps, failed
-}
-
-// same checks that the contents are right, and that both processes have the same memory.
-func (s *shared) same(t *testing.T) {
+// mapped checks that the borrower maps the owner's memory, and no other.
+func (s *shared) mapped(t *testing.T) {
 	t.Helper()
 	for i, own := range s.own {
-		theirs := s.theirs[i]
-		require.True(t, simtest.Writable(t, 0, theirs.at), "buffer %d is mapped nowhere in the borrower", i)
-		require.True(t, s.backup == BackupNone || (own.intact() && theirs.intact()), "contents of buffer %d", i)
+		state, known := s.borrower.MemoryState(s.theirs[i].at)
+		require.True(t, known && state == Active, "buffer %d", i)
+		require.True(t, own.intact() && s.theirs[i].intact(), "contents of buffer %d", i)
+		s.theirs[i].fill(own.seed + 1000)
+		require.True(t, simtest.Holds(own.at, own.seed+1000, own.size), "both sides have the same memory")
 		own.fill(own.seed)
-		require.True(t, theirs.intact(), "both sides have the same memory")
 	}
+	require.Equal(t, s.used, simtest.Used(t, 0))
+}
+
+// cycle checks that the next pauses and resumes of both succeed.
+func (s *shared) cycle(t *testing.T) {
+	t.Helper()
+	s.setTimeout(patient)
+	for _, p := range []*process{s.owner, s.borrower} {
+		require.NoError(t, p.Pause("weights"))
+		if p == s.owner {
+			require.Zero(t, simtest.Used(t, 0))
+		}
+		require.NoError(t, p.Resume("weights"))
+		s.mapped(t)
+	}
+}
+
+// A borrower's GPU is busy until after the owner has given up its pause: the
+// borrower does not let go any more.
+func TestBorrowerIsLate(t *testing.T) {
+	const deadline = 300 * time.Millisecond
+	all := bare(t, 2, deadline)
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	own := a.torch(t, r, 8*mib, 1)
+	end := simtest.Use(t, 1) // the borrower's device
+	theirs := shares(t, a, b, own)
+	s := &shared{owner: a, borrower: b, region: r, own: []buffer{own}, theirs: []buffer{theirs}, used: simtest.Used(t, 0)}
+	finish := simtest.Busy(t)
+	end()
+	var timeout *peer.TimeoutError
+	require.ErrorAs(t, a.Pause("weights"), &timeout)
+	time.Sleep(deadline / 3) // before two deadlines have passed
+	finish()
+	for range 20 { // what it does then is done
+		s.mapped(t)
+		time.Sleep(5 * time.Millisecond)
+	}
+	s.cycle(t)
+	s.end(t)
+}
+
+// A recall arrives when the owner has given it up, and has said so already.
+func TestRecallThatArrivesLate(t *testing.T) {
+	s := newShared(t, BackupCPU)
+	for range 3 {
+		taken, let := hold(t, "process 1 serves: received leave")
+		s.setTimeout(hurried)
+		require.Error(t, s.owner.Pause("weights"))
+		require.True(t, taken())
+		let()
+		served(t, "process 1 serves: sent error")
+		s.mapped(t)
+		s.cycle(t)
+	}
+	s.end(t)
+}
+
+// served waits until the step was made at a socket.
+func served(t *testing.T, step string) {
+	t.Helper()
+	soon(t, func() bool {
+		sockets.Lock()
+		defer sockets.Unlock()
+		return sockets.count[step] > 0
+	}, step)
+}
+
+// The word that memory is back arrives when the owner has paused it anew: it is not
+// mapped while paused, and it is when it is back.
+func TestReturnThatArrivesLate(t *testing.T) {
+	s := newShared(t, BackupCPU)
+	for range 3 {
+		require.NoError(t, s.owner.Pause("weights"))
+		taken, let := hold(t, "process 1 serves: received return")
+		s.setTimeout(hurried)
+		require.ErrorContains(t, s.owner.Resume("weights"), "map this process's memory again")
+		require.True(t, taken())
+		s.setTimeout(patient)
+		require.NoError(t, s.owner.Pause("weights"))
+		require.Zero(t, simtest.Used(t, 0))
+		let()
+		served(t, "process 1 serves: sent return")
+		require.Zero(t, simtest.Used(t, 0))
+		require.NoError(t, s.owner.Resume("weights"))
+		s.mapped(t)
+		s.cycle(t)
+	}
+	s.end(t)
+}
+
+// Memory that its owner has recalled is mapped nowhere here: the hook looks at copies
+// as long as it is, and is told that it is gone.
+func TestRecalledMemoryIsLookedAt(t *testing.T) {
+	all := bare(t, 2, 5*time.Second)
+	var looks [2]atomic.Int32
+	for i, p := range all {
+		p.options.Paused = func(more int) { looks[i].Add(int32(more)) }
+	}
+	a, b := all[0], all[1]
+	r := a.region(t, "weights", BackupCPU)
+	own, other := a.torch(t, r, 8*mib, 1), a.torch(t, r, 200*mib, 2)
+	theirs, others := shares(t, a, b, own), shares(t, a, b, other)
+	looked := func(at buffer, wanted State, counts ...int32) {
+		t.Helper()
+		state, known := b.MemoryState(at.at)
+		require.True(t, known)
+		require.Equal(t, wanted, state)
+		require.Equal(t, counts, []int32{looks[0].Load(), looks[1].Load()})
+	}
+	looked(theirs, Active, 0, 0)
+	for range 2 {
+		require.NoError(t, a.Pause("weights"))
+		looked(theirs, Paused, 1, 1)
+		require.NoError(t, b.Pause("weights"))
+		looked(theirs, Paused, 1, 1)
+		require.NoError(t, b.Resume("weights"))
+		looked(theirs, Paused, 1, 1)
+		require.NoError(t, a.Resume("weights"))
+		looked(theirs, Active, 0, 0)
+	}
+	// The owner's pause fails: nothing is missing.
+	simtest.Fault(t, "cuMemUnmap", 1, cuda.ErrUnknown)
+	require.Error(t, a.Pause("weights"))
+	looked(theirs, Active, 0, 0)
+	require.NoError(t, a.Pause("weights"))
+	b.closes(t, theirs)
+	looked(others, Paused, 1, 1)
+	b.closes(t, others)
+	require.Zero(t, looks[1].Load(), "there is nothing left to look at")
+	require.NoError(t, a.Resume("weights"))
+	require.Zero(t, looks[0].Load())
+	a.give(t, r, own, other)
+}
+
+// refuse makes all steps of the name at sockets fail until the sockets are watched otherwise.
+func refuse(t *testing.T, step string) {
+	t.Helper()
+	atSockets(t, func(s string, _ int) error {
+		if s == step {
+			return errInjected
+		}
+		return nil
+	})
+}
+
+// b has freed what it mapped of a's memory, and a does not hear of it for a while: a's
+// pauses succeed all the same, and a hears of it in the end.
+func TestDropThatIsLost(t *testing.T) {
+	all := start(t, 2, 2*time.Second)
+	a, b := all[0], all[1]
+	b.maps(t, a)
+	watchSockets(t, a.node, b.node)
+	refuse(t, "process 0 is asked: send drop")
+	for _, x := range b.theirs {
+		b.free(t, x)
+	}
+	b.theirs = nil
+	require.Len(t, a.Stats("").Peers, 1, "or this shows nothing")
+	require.NoError(t, pauseAll(a, b))
+	require.NoError(t, resumeAll(a, b))
+	require.NoError(t, a.Pause(""), "b does not map its memory")
+	require.NoError(t, a.Resume(""))
+	require.Len(t, a.Stats("").Peers, 1)
+	intact(t, a, b)
+	atSockets(t, nil)
+	soon(t, func() bool { return len(a.Stats("").Peers) == 0 }, "a counts b")
+}
+
+// a has answered, and counted, what b asked for, and b did not get it: both pause and
+// resume, and b maps it then.
+func TestFetchWhoseAnswerIsLost(t *testing.T) {
+	all := start(t, 2, 2*time.Second)
+	a, b := all[0], all[1]
+	watchSockets(t, a.node, b.node)
+	refuse(t, "process 0 serves: send fetch")
+	b.imports(t, a)
+	require.NoError(t, b.Arrived())
+	require.Equal(t, Stale, b.position())
+	atSockets(t, nil)
+	require.NoError(t, each(all, func(p *process) error {
+		if p == b {
+			time.Sleep(50 * time.Millisecond) // so that a waits for b, if it does
+		}
+		return p.Pause("")
+	}))
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
+	require.Len(t, a.Stats("").Peers, 1)
+	var timeout *peer.TimeoutError
+	require.ErrorAs(t, a.hurried(a.Pause), &timeout, "b maps its memory now")
+	require.NoError(t, pauseAll(a, b))
+	require.NoError(t, resumeAll(a, b))
+	intact(t, a, b)
 }

@@ -29,12 +29,11 @@ var sockets socketSteps
 
 type socketSteps struct {
 	sync.Mutex
-	names   map[string]string                  // of the processes, by the address at which each listens
-	count   map[string]int                     // of steps, by what they are
-	fail    func(step string, n int) error     // of the n-th such step; nil: none
-	late    func(step string, n int) *lateness // of the n-th such step; nil: it is in time
-	sending int                                // how many messages
-	conns   map[*net.UnixConn]bool             // kept, since the collector closes what is lost
+	names   map[string]string              // of the processes, by the address at which each listens
+	count   map[string]int                 // of steps, by what they are
+	fail    func(step string, n int) error // of the n-th such step; nil: none
+	sending int                            // how many messages
+	conns   map[*net.UnixConn]bool         // kept, since the collector closes what is lost
 }
 
 // asked names a step of who asks the process that listens at the address.
@@ -47,45 +46,61 @@ func (s *socketSteps) asked(address, step string) string {
 
 func init() {
 	peer.Fault = func(c *net.UnixConn, step string) error {
-		late, err := sockets.step(c, step)
-		if late != nil {
-			late.wait()
+		err := sockets.step(c, step)
+		if wait := delay(0); errors.As(err, &wait) {
+			time.Sleep(time.Duration(wait))
+			return nil
+		}
+		if until := (held{}); errors.As(err, &until) {
+			<-until.until
+			return nil
 		}
 		return err
 	}
 }
 
-// step counts a step at a socket. It returns what the step fails with, and what it
-// waits for if it comes late.
-func (s *socketSteps) step(c *net.UnixConn, step string) (late *lateness, err error) {
-	s.Lock()
-	defer s.Unlock()
+// delay is the error of a step that is only late.
+type delay time.Duration
+
+func (d delay) Error() string { return fmt.Sprint("late by ", time.Duration(d)) }
+
+// held is the error of a step that is made when the channel is closed.
+type held struct{ until <-chan struct{} }
+
+func (held) Error() string { return "held" }
+
+func late(err error) bool {
+	d, h := delay(0), held{}
+	return errors.As(err, &d) || errors.As(err, &h)
+}
+
+// step counts a step at a socket and answers its error.
+func (s *socketSteps) step(c *net.UnixConn, step string) (err error) {
+	sockets.Lock()
+	defer sockets.Unlock()
 	var what string
 	if c == nil {
-		what = s.asked(strings.TrimPrefix(step, "dial "), "dial")
-	} else if name := s.names[fmt.Sprint(c.LocalAddr())]; name != "" {
+		what = sockets.asked(strings.TrimPrefix(step, "dial "), "dial")
+	} else if name := sockets.names[fmt.Sprint(c.LocalAddr())]; name != "" {
 		what = name + " serves: " + step
 	} else {
-		what = s.asked(fmt.Sprint(c.RemoteAddr()), step)
+		what = sockets.asked(fmt.Sprint(c.RemoteAddr()), step)
 	}
 	if what == "" { // of an earlier test's process, which may be talking still
-		return nil, nil
+		return nil
 	}
-	s.conns[c] = true
-	s.count[what]++
-	if s.fail != nil {
-		err = s.fail(what, s.count[what])
+	sockets.conns[c] = true
+	sockets.count[what]++
+	if sockets.fail != nil {
+		err = sockets.fail(what, sockets.count[what])
 	}
-	if s.late != nil {
-		late = s.late(what, s.count[what])
-	}
-	if strings.HasPrefix(step, "send ") && err == nil {
-		s.sending++
+	if strings.HasPrefix(step, "send ") && (err == nil || late(err)) {
+		sockets.sending++
 	}
 	if strings.HasPrefix(step, "sent ") {
-		s.sending = max(0, s.sending-1) // it may have begun before it was watched
+		sockets.sending = max(0, sockets.sending-1) // it may have begun before it was watched
 	}
-	return late, err
+	return err
 }
 
 // atSockets asks fail for the error of each step, and counts anew. It answers

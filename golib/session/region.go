@@ -45,11 +45,14 @@ type Region struct {
 
 	turn chan struct{} // holds one token: who has it may change what follows
 
+	recall uint64 // the last one of its memory, from those who have opened it
+
 	paused atomic.Bool
-	behind atomic.Bool // who has opened its memory may not have mapped it again
+	over   atomic.Uint64 // the last recall that is over: who was told of it is to be told so
 
 	mu    sync.Mutex
 	store offload.Store // made when first needed
+	away  bool          // counted among the regions with memory that is not there
 }
 
 // regions are those of a Session. They are never removed.
@@ -368,12 +371,19 @@ func (r *Region) vacate() (done Transition, err error) {
 	}
 	r.space.Leave(true)
 	defer r.space.Leave(false)
-	lent := r.space.Shared()
-	r.behind.Store(len(lent) > 0)
-	err = r.session.within(func(ctx context.Context) error { return r.session.regions.share.node.Leave(ctx, lent) })
+	err = r.session.within(func(ctx context.Context) (err error) {
+		r.recall, err = r.session.regions.share.node.Leave(ctx, r.space.Shared())
+		return err
+	})
+	defer func() {
+		if !r.isPaused() {
+			r.over.Store(r.recall)
+		}
+	}()
 	if err != nil {
 		return done, err
 	}
+	defer r.gate()()
 	p, err := vacate(r.space, r.keeper())
 	if already {
 		if err != nil {
@@ -386,24 +396,17 @@ func (r *Region) vacate() (done Transition, err error) {
 		return done, err
 	}
 	r.paused.Store(true)
-	r.session.countPaused(1)
 	if err != nil {
 		return done, fmt.Errorf("some memory is given back and could not be restored, so the tag is paused; resume it: %w", err)
 	}
 	return Transition{Changed: true, Bytes: p.Released, Copied: p.Copied}, nil
 }
 
-// lend makes those who have opened memory of the region map it again. The caller
-// does not have the turn: they may wait for theirs, and somebody for this one.
+// lend makes those who have opened memory of the region map it again, if they were
+// told to let go of it and not yet of the end of that. The caller does not have the
+// turn: they may wait for theirs, and somebody for this one.
 func (r *Region) lend(ctx context.Context) error {
-	if !r.behind.Load() {
-		return nil
-	}
-	err := r.session.regions.share.node.Return(ctx, r.space.Shared())
-	if err == nil {
-		r.behind.Store(false)
-	}
-	return err
+	return r.session.regions.share.node.Return(ctx, r.over.Load(), r.space.Shared())
 }
 
 func (r *Region) resume() (done Transition, err error) {
@@ -423,6 +426,7 @@ func (r *Region) restore() (done Transition, err error) {
 		return done, err
 	}
 	defer r.give()
+	defer r.gate()()
 	if !r.isPaused() {
 		return done, r.session.within(func(ctx context.Context) error { return r.space.Attach(ctx, never) })
 	}
@@ -434,7 +438,7 @@ func (r *Region) restore() (done Transition, err error) {
 	r.space.Resumed(r.backup == BackupCPU && r.session.regions.retain.Load())
 	r.removeFiles()
 	r.paused.Store(false)
-	r.session.countPaused(-1)
+	r.over.Store(r.recall)
 	return Transition{Changed: true, Bytes: report.Restored, Copied: report.Copied}, nil
 }
 
@@ -493,8 +497,29 @@ func (s *Session) spaces() []*vmm.Space {
 	return list
 }
 
+// gate makes the hook look at all copies, since some of the region's memory may be
+// taken away. The returned function ends that, unless some of it is: paused, or recalled
+// by its owner.
+func (r *Region) gate() (end func()) {
+	r.session.countPaused(1)
+	return func() {
+		r.mu.Lock()
+		away := r.isPaused() || r.space.Missing()
+		change := 0
+		if away != r.away {
+			r.away, change = away, 1
+			if !away {
+				change = -1
+			}
+		}
+		r.mu.Unlock()
+		r.session.countPaused(change - 1)
+	}
+}
+
+// countPaused tells the hook how many more regions have memory that is not there.
 func (s *Session) countPaused(more int) {
-	if s.options.Paused != nil {
+	if s.options.Paused != nil && more != 0 {
 		s.options.Paused(more)
 	}
 }

@@ -69,7 +69,8 @@ type Options struct {
 	Launches func() int // kernel launches of NCCL's that are under way
 	Prealloc bool       // get the host memory for a pause ahead, in the background
 	Folder   string     // where BackupDisk keeps files, unless SetDiskFolder says
-	// Paused is told how many more regions are paused, or fewer.
+	// Paused is told how many more regions have memory that is not there, paused or
+	// recalled by its owner, or fewer.
 	Paused func(more int)
 	// Margin answers how many bytes of a device regions leave free. nil: none.
 	Margin func() uint64
@@ -145,7 +146,9 @@ func (s *Session) Describe(peer.Part) []byte { return nil }
 var errNotLent = errors.New("NCCL's memory is paused by every process itself")
 
 // Leave implements peer.Handler.
-func (s *Session) Leave(context.Context, peer.Identity, []uint64) error { return errNotLent }
+func (s *Session) Leave(context.Context, peer.Identity, []uint64, func() bool) error {
+	return errNotLent
+}
 
 // Return implements peer.Handler.
 func (s *Session) Return(context.Context, peer.Identity, []uint64) error { return errNotLent }

@@ -167,6 +167,7 @@ func (s *Session) CloseHandle(p cuda.Ptr) (known bool, err error) {
 	if r == nil {
 		return false, nil
 	}
+	defer r.gate()()
 	return true, r.space.Close(p)
 }
 
@@ -238,13 +239,14 @@ func (h *sharing) Settled(part peer.Part) {
 func (h *sharing) PeerChanged() {}
 
 // Leave implements peer.Handler: it waits for this process's kernels, which may
-// use the memory, and unmaps it.
-func (h *sharing) Leave(ctx context.Context, owner peer.Identity, blocks []uint64) error {
+// use the memory, and unmaps it, if the owner needs that still.
+func (h *sharing) Leave(ctx context.Context, owner peer.Identity, blocks []uint64, stands func() bool) error {
 	return h.eachBorrower(ctx, owner, blocks, func(r *Region) error {
 		if err := r.space.Synchronize(ctx); err != nil {
 			return err
 		}
-		return r.space.LetGo(owner, blocks)
+		defer r.gate()()
+		return r.space.LetGo(owner, blocks, stands)
 	})
 }
 
@@ -284,5 +286,6 @@ func (r *Region) attachAgain(ctx context.Context, owner peer.Identity, blocks []
 	if r.isPaused() {
 		return nil
 	}
+	defer r.gate()()
 	return r.space.AttachAgain(ctx, owner, blocks)
 }

@@ -241,7 +241,7 @@ func TestOpenedAnewWhileItIsMappedAgain(t *testing.T) {
 	opened, err := p.importer.Open(d)
 	require.NoError(t, err)
 	owner := p.owner.peers.Self()
-	require.NoError(t, p.importer.LetGo(owner, []uint64{block}))
+	require.NoError(t, p.importer.LetGo(owner, []uint64{block}, func() bool { return true }))
 
 	var fetches atomic.Int32
 	begun, goOn := [2]chan struct{}{make(chan struct{}), make(chan struct{})}, [2]chan struct{}{make(chan struct{}), make(chan struct{})}

@@ -138,11 +138,16 @@ func (s *Space) unregister(choose func(r registration) bool) {
 			if m.keep != KeepNIC && !bound {
 				continue
 			}
-			m.keep = ""
-			if s.isRegistered(m) {
-				m.keep = KeepNIC
-			}
+			s.unkept(m)
 		}
+	}
+}
+
+// unkept takes its reason off memory that had to stay. A NIC may be another. mu is held.
+func (s *Space) unkept(m *memory) {
+	m.keep = ""
+	if s.isRegistered(m) {
+		m.keep = KeepNIC
 	}
 }
 

@@ -304,10 +304,11 @@ func (s *Space) unsettle(b *block) error {
 // regroup puts own slabs that have no memory now, stand side by side and are
 // mapped by the same peers on common memory: peers map all of it, and what giving
 // access to much memory costs goes by its size. Little costs by the piece, so that
-// much is put together whoever maps it. mu is held.
+// much is put together whoever maps it. Where processes of other groups share memory
+// with this one, no more is: what they fetch later keeps all that it stands on. mu is held.
 func (s *Space) regroup() {
 	limit := uint64(maxMemory)
-	if s.options.Region != "" || s.network {
+	if s.options.Region != "" || s.network || s.outside {
 		limit = littleMemory
 	}
 	var blocks []*block

@@ -95,6 +95,16 @@ func (s *Space) Pausable() bool {
 	return len(s.added()) > 0
 }
 
+// unkeep has a pause release what processes of other groups have mapped, and map no
+// more. None of them gets it meanwhile: see Leave. mu is held.
+func (s *Space) unkeep() {
+	for _, m := range s.own(func(m *memory) bool { return m.keep == KeepGroup }) {
+		if !slices.ContainsFunc(m.blocks, func(b *block) bool { return s.peers.Outside(b.id) }) {
+			s.unkept(m)
+		}
+	}
+}
+
 // own lists the own memory for which choose answers true, by device and then by
 // address. mu is held.
 func (s *Space) own(choose func(m *memory) bool) []*memory {
@@ -189,6 +199,7 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 	s.store = store
 	s.mu.Lock()
 	s.letGos++
+	s.unkeep()
 	list = s.added()
 	keeps := slices.ContainsFunc(slices.Collect(maps.Values(s.blocks)), func(b *block) bool { return b.contents != nil })
 	for _, m := range list {
@@ -762,6 +773,10 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 	if !errors.Is(err, peer.ErrGone) && !paused {
 		return err
 	}
+	if !paused && s.peers.Gone(owner) {
+		s.mourn(owner, blocks)
+		return nil
+	}
 	if len(blocks) > 1 {
 		for _, b := range blocks { // one of them is gone, or paused: find out which
 			if err := s.attachFrom(ctx, owner, []*block{b}); err != nil {
@@ -775,15 +790,29 @@ func (s *Space) attachFrom(ctx context.Context, owner peer.Identity, blocks []*b
 	}
 	// Who uses it frees it too, as soon as it learns of it; until then its
 	// addresses stay reserved.
-	level := slog.LevelDebug
-	if s.peers.Gone(owner) {
-		level = slog.LevelWarn
-	}
-	slog.Log(ctx, level, "peer's memory is gone", "peer", owner.String(), "block", ids[0])
+	slog.Debug("peer's memory is freed", "peer", owner.String(), "block", ids[0])
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	blocks[0].lost = true
 	return nil
+}
+
+// mourn notes that an owner has ended, and blocks that are not mapped here with it.
+func (s *Space) mourn(owner peer.Identity, blocks []*block) {
+	s.mu.Lock()
+	var bytes uint64
+	for _, b := range blocks {
+		b.lost = true
+		bytes += b.size
+	}
+	level := slog.LevelWarn
+	if s.mourned[owner.ID] {
+		level = slog.LevelDebug
+	}
+	s.mourned[owner.ID] = true
+	s.mu.Unlock()
+	slog.Log(context.Background(), level, "peer has ended: what is not mapped here of its memory is gone",
+		"peer", owner.String(), "blocks", len(blocks), "bytes", bytes)
 }
 
 // dropEnded tells the owner of blocks that have ended while they were fetched: the

@@ -306,11 +306,15 @@ func (s *Space) Borrows(owner peer.Identity, blocks []uint64) bool {
 	return len(s.of(owner, blocks)) > 0
 }
 
-// LetGo unmaps blocks of an owner who is about to pause them. What is being
-// fetched of its memory is not mapped either, but fetched again.
-func (s *Space) LetGo(owner peer.Identity, blocks []uint64) error {
+// LetGo unmaps blocks of an owner who is about to pause them, if that stands still:
+// else the owner would not know. What is being fetched of its memory is not mapped
+// either, but fetched again.
+func (s *Space) LetGo(owner peer.Identity, blocks []uint64, stands func() bool) error {
 	s.structure.Lock()
 	defer s.structure.Unlock()
+	if !stands() {
+		return peer.ErrOver
+	}
 	s.mu.Lock()
 	s.letGos++
 	mapped := s.of(owner, blocks)
@@ -325,11 +329,27 @@ func (s *Space) LetGo(owner peer.Identity, blocks []uint64) error {
 	})
 }
 
-// AttachAgain maps blocks of an owner who has resumed them.
+// Missing tells whether memory that was opened is not mapped: its owner has it paused,
+// or has not brought it back here.
+func (s *Space) Missing() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, b := range s.imports {
+		if b.fetching == nil && !b.mem.live {
+			return true
+		}
+	}
+	return false
+}
+
+// AttachAgain maps blocks of an owner who has resumed them, or has not paused them
+// after all. A LetGo of theirs has ended by then, or finds that it does not stand.
 func (s *Space) AttachAgain(ctx context.Context, owner peer.Identity, ids []uint64) error {
+	s.structure.RLock()
 	s.mu.Lock()
 	blocks := slices.DeleteFunc(s.of(owner, ids), func(b *block) bool { return !b.stale(never) })
 	s.mu.Unlock()
+	s.structure.RUnlock()
 	if len(blocks) == 0 {
 		return nil
 	}

@@ -58,7 +58,11 @@ func (s *Space) describe(h *handle) (int, error) {
 	if err != nil {
 		return -1, err
 	}
-	fd, err := unix.MemfdCreate("amem", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	// Where vm.memfd_noexec is 2, a file must be made so; before Linux 6.3 it can't be.
+	fd, err := unix.MemfdCreate("amem", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_NOEXEC_SEAL)
+	if errors.Is(err, unix.EINVAL) {
+		fd, err = unix.MemfdCreate("amem", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	}
 	if err != nil {
 		return -1, fmt.Errorf("make a memory descriptor: %w", err)
 	}
@@ -73,8 +77,9 @@ func (s *Space) describe(h *handle) (int, error) {
 
 // readDescriptor answers ErrPass for a file that is no descriptor of amem's.
 func readDescriptor(fd int) (Descriptor, error) {
-	// Only a memfd has seals: a file of the driver's is not read.
-	if got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || got != seals {
+	// Only a memfd has seals: a file of the driver's is not read. There may be more
+	// of them than amem sets: vm.memfd_noexec adds one.
+	if got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || got&seals != seals {
 		return Descriptor{}, ErrPass
 	}
 	body := make([]byte, maxDescriptor)
@@ -170,7 +175,7 @@ func (s *Space) serve(to peer.Identity, ids []uint64) ([]peer.Memory, error) {
 		b := s.blocks[id]
 		m := b.mem
 		if to.Group != s.peers.Self().Group && (m.keep == "" || m.keep == KeepNIC) && s.options.Region == "" {
-			m.keep = KeepGroup
+			m.keep, s.outside = KeepGroup, true
 		}
 		i, known := at[m]
 		if !known {
@@ -308,9 +313,7 @@ func (s *Space) viewOf(b *block, d Descriptor) *handle {
 func (s *Space) firstView(b *block, d Descriptor) (id cuda.Handle, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.options.Timeout)
 	defer cancel()
-	fetched := false
 	err = s.fetched(ctx, *b.owner, []uint64{b.id}, false, func(list []peer.Memory, generation uint64) error {
-		fetched = true
 		if err := s.settleView(b, d); err != nil {
 			return err
 		}
@@ -327,10 +330,8 @@ func (s *Space) firstView(b *block, d Descriptor) (id cuda.Handle, err error) {
 		id = s.viewOf(b, d).id
 		return nil
 	})
-	if err != nil && fetched {
-		s.peers.Drop(*b.owner, b.id)
-	}
 	if err != nil {
+		s.peers.Drop(*b.owner, b.id) // it may have been fetched, once or several times
 		return 0, fmt.Errorf("import memory of %s: %w", b.owner, err)
 	}
 	return id, nil

@@ -3,11 +3,13 @@ package vmm
 import (
 	"context"
 	"encoding/json"
+	"log/slog"
 	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -71,6 +73,42 @@ func TestReadDescriptor(t *testing.T) {
 	got, err := readDescriptor(fd)
 	require.NoError(t, err)
 	require.Equal(t, goodDescriptor(), got)
+}
+
+// Where vm.memfd_noexec is set, the kernel adds a seal to each file; amem asks for it
+// itself, where the kernel knows it.
+func TestDescriptorWithMoreSeals(t *testing.T) {
+	probe, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_NOEXEC_SEAL)
+	if err != nil {
+		t.Skipf("the kernel is older than 6.3: it has no F_SEAL_EXEC: %v", err)
+	}
+	closeFD(t, probe)
+	body := encode(t, goodDescriptor())
+	for name, more := range map[string]int{"exec": unix.F_SEAL_EXEC, "future write": unix.F_SEAL_FUTURE_WRITE} {
+		fd := memfd(t, body, seals|more)
+		got, err := readDescriptor(fd)
+		require.NoError(t, err, name)
+		require.Equal(t, goodDescriptor(), got)
+		closeFD(t, fd)
+	}
+	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_NOEXEC_SEAL)
+	require.NoError(t, err)
+	_, err = unix.Write(fd, body)
+	require.NoError(t, err)
+	_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
+	require.NoError(t, err)
+	got, err := readDescriptor(fd)
+	require.NoError(t, err)
+	require.Equal(t, goodDescriptor(), got)
+	closeFD(t, fd)
+
+	p := newPair(t, 0, 64*kib)
+	fd = exportFD(t, p.owner, p.theirs[0].handle)
+	have, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	require.NoError(t, err)
+	require.Equal(t, seals|unix.F_SEAL_EXEC, have)
+	closeFD(t, fd)
+	p.end(t)
 }
 
 func TestForeignFiles(t *testing.T) {
@@ -626,5 +664,86 @@ func TestDescriptorsEndWithExec(t *testing.T) {
 		require.NotZero(t, flags&unix.FD_CLOEXEC)
 	}
 	closeAll(got)
+	p.end(t)
+}
+
+// What another group's process does not map any more, a pause releases again.
+func TestOtherGroupLetsGo(t *testing.T) {
+	p := newPair(t, 5, 64*kib, 8*mib)
+	held := simtest.Used(t, 0)
+	nccl{Space: p.importer}.mustFree(t, p.imported[1])
+	for _, kept := range []uint64{2 * mib, 0} {
+		got, err := pause(p.owner, offload.NewArena(simtest.Driver()))
+		require.NoError(t, err)
+		require.Equal(t, held-kept, got.Released)
+		_, resident := p.owner.Usage()
+		require.Equal(t, kept, resident[KeepGroup])
+		_, err = resume(p.owner)
+		require.NoError(t, err)
+		filled(t, p.theirs)
+		if kept > 0 {
+			nccl{Space: p.importer}.mustFree(t, p.imported[0])
+		}
+	}
+	nccl{Space: p.owner}.mustFree(t, p.theirs...)
+	empty(t, p.importer)
+	empty(t, p.owner)
+}
+
+// A buffer that another group's process fetches after a resume keeps the memory that
+// it stands on, which is little where groups share memory, and not all slabs.
+func TestOtherGroupKeepsLittle(t *testing.T) {
+	p := newPair(t, 5, fill8(20)...)
+	b := p.theirs[5]
+	nccl{Space: p.importer}.mustFree(t, p.imported...)
+	_, err := pause(p.owner, offload.NewArena(simtest.Driver()))
+	require.NoError(t, err)
+	require.Zero(t, simtest.Used(t, 0))
+	_, err = resume(p.owner)
+	require.NoError(t, err)
+	fd := exportFD(t, p.owner, b.handle)
+	p.imported = []buffer{importFD(t, p.importer, fd, b.size)}
+	closeFD(t, fd)
+	_, err = pause(p.owner, offload.NewArena(simtest.Driver()))
+	require.NoError(t, err)
+	require.LessOrEqual(t, simtest.Used(t, 0), uint64(littleMemory))
+	require.True(t, simtest.Holds(p.imported[0].at, 6, b.size))
+	_, err = resume(p.owner)
+	require.NoError(t, err)
+	filled(t, p.theirs)
+	p.end(t)
+}
+
+// lines counts what is logged from a level on.
+type lines struct {
+	slog.Handler
+	level slog.Level
+	count *atomic.Int32
+}
+
+func (l lines) Enabled(_ context.Context, level slog.Level) bool { return level >= l.level }
+func (l lines) Handle(context.Context, slog.Record) error        { l.count.Add(1); return nil }
+
+// However much memory goes with a peer that has ended, the log tells of it once.
+func TestOwnersEndIsOneLine(t *testing.T) {
+	p := newPair(t, 0, fill8(32)...)
+	require.Len(t, p.importer.imports, 16)
+	_, err := pause(p.importer, offload.NewArena(simtest.Driver()))
+	require.NoError(t, err)
+	p.mu.Lock()
+	p.gone[p.owner.peers.Self().ID] = true
+	p.mu.Unlock()
+	counted := lines{slog.Default().Handler(), slog.LevelInfo, &atomic.Int32{}}
+	before := slog.Default()
+	slog.SetDefault(slog.New(counted))
+	defer slog.SetDefault(before)
+	for range 3 {
+		require.NoError(t, p.importer.Attach(context.Background(), p.generation))
+		_, err = resume(p.importer)
+		require.NoError(t, err)
+		require.NoError(t, p.importer.Attach(context.Background(), p.generation))
+	}
+	require.EqualValues(t, 1, counted.count.Load())
+	require.False(t, p.importer.Stale(p.generation))
 	p.end(t)
 }

@@ -42,6 +42,7 @@ type Peers interface {
 	Unmapped(owner peer.Identity, number uint64, gone, kept []uint64)
 	Freed(block uint64)
 	Importers(block uint64) []peer.ID // in order
+	Outside(block uint64) bool        // whether one of another group is among them
 	Settle(part peer.Part) (unused bool)
 	Claim(ctx context.Context, owner peer.Identity, chunks []peer.Chunk) (freed []peer.Chunk, err error)
 	Ended(owner peer.Identity, part peer.Part)
@@ -87,11 +88,13 @@ type Space struct {
 	windows    map[class]*window       // that new slabs go to
 	views      map[importKey]*window   // of peers' slabs; the key's number is the window's
 	devices    map[int32]*Device
-	letGos     uint64         // how often peers' memory was let go of: by a pause, or for an owner's
-	ended      []*block       // freed while contents were copied in: Fill discards them
-	stuck      []*block       // ended, but the driver has refused to give the memory back: the next pause tries again
-	registered []registration // what NICs use now
-	network    bool           // a NIC has used some
+	mourned    map[peer.ID]bool // owners whose end, with memory that is gone with them, the log has told of
+	outside    bool             // a process of another group has fetched memory
+	letGos     uint64           // how often peers' memory was let go of: by a pause, or for an owner's
+	ended      []*block         // freed while contents were copied in: Fill discards them
+	stuck      []*block         // ended, but the driver has refused to give the memory back: the next pause tries again
+	registered []registration   // what NICs use now
+	network    bool             // a NIC has used some
 }
 
 type importKey struct {
@@ -130,6 +133,7 @@ func New(driver *cuda.Driver, options Options) *Space {
 	return &Space{
 		driver: driver, options: options, changed: make(chan struct{}),
 		handles: map[cuda.Handle]*handle{}, blocks: map[uint64]*block{}, imports: map[importKey]*block{}, bringing: map[peer.ID]bool{},
+		mourned: map[peer.ID]bool{},
 		windows: map[class]*window{}, views: map[importKey]*window{},
 		slabs: map[class][]*block{}, growing: map[class]chan struct{}{}, devices: map[int32]*Device{},
 	}

@@ -93,6 +93,14 @@ func (p port) Importers(block uint64) []peer.ID {
 	return p.maps[importKey{p.self.ID, block}]
 }
 
+func (p port) Outside(block uint64) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.ContainsFunc(p.maps[importKey{p.self.ID, block}], func(id peer.ID) bool {
+		return !p.gone[id] && p.spaces[id] != nil && p.spaces[id].peers.Self().Group != p.self.Group
+	})
+}
+
 func (p port) Freed(block uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

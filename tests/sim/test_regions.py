@@ -302,6 +302,29 @@ def test_access_that_the_driver_refuses() -> None:
         assert sees(p, 1, tensor, 1)
 
 
+def test_misuse_of_recalled_memory() -> None:
+    """What its owner has paused is mapped nowhere in who has opened it: copies are refused there too."""
+    with programs(2, AMEM_ENABLE="1") as group:
+        a, b = group[0], group[1]
+        a.call("allocate", tag="weights", size=2 * MIB, seed=1)
+        theirs = b.call("open", handle=a.call("share", tensor=0), size=2 * MIB)
+        own = b.call("allocate", tag="other", size=2 * MIB, seed=2)
+        for _ in range(2):
+            a.call("pause", tags=["weights"])
+            for how in range(3):
+                for to, source in ((theirs, own), (own, theirs)):
+                    message = failure(functools.partial(b.call, "copy", to=to, source=source, how=how), "RuntimeError")
+                    assert "paused" in message and "resume" in message
+            for how in range(2):
+                assert "paused" in failure(functools.partial(b.call, "clear", tensor=theirs, how=how), "RuntimeError")
+            a.call("resume")
+            b.call("copy", to=own, source=theirs)
+            assert b.call("holds", tensor=own, seed=1)
+            b.call("write", tensor=own, seed=2)
+            b.call("copy", to=own, source=own)
+        b.call("close", tensor=theirs)
+
+
 @pytest.mark.parametrize("who", ["owner", "borrower"])
 def test_a_sharer_dies(who: str) -> None:
     """The other one goes on."""

@@ -31,6 +31,7 @@ import (
 	"os"
 	"runtime"
 	"slices"
+	"sync"
 	"time"
 	"unsafe"
 
@@ -107,14 +108,33 @@ func amemGranularity() (granularity C.size_t) {
 }
 
 // result makes the hook's answer of a driver call's error.
-func result(call string, err error) C.CUresult {
+func result(call string, err error) C.CUresult { return resultOf(call, err, slog.LevelError) }
+
+// tried is result for a call with FABRIC handles: NCCL tries it, and does without where
+// the driver refuses (allocator.cc, mnnvl.cc, p2p.cc).
+func tried(call string, err error) C.CUresult {
+	if errors.Is(err, cuda.ErrNotPermitted) || errors.Is(err, cuda.ErrNotSupported) {
+		return resultOf(call, err, slog.LevelDebug)
+	}
+	return result(call, err)
+}
+
+// ends are the errors told of processes that have ended: each of their buffers fails alike.
+var ends sync.Map
+
+func resultOf(call string, err error, level slog.Level) C.CUresult {
 	switch {
 	case err == nil:
 		return C.CUDA_SUCCESS
 	case errors.Is(err, vmm.ErrPass):
 		return C.AMEM_PASS
 	}
-	slog.Error(call, "error", err)
+	if errors.Is(err, peer.ErrGone) {
+		if _, told := ends.LoadOrStore(err.Error(), true); told {
+			level = slog.LevelDebug
+		}
+	}
+	slog.Log(context.Background(), level, call, "error", err)
 	var r cuda.Result
 	if errors.As(err, &r) {
 		return C.CUresult(r)
@@ -140,9 +160,8 @@ func amemCreate(handle *C.CUmemGenericAllocationHandle, size C.size_t, prop *C.C
 	if err == nil {
 		*handle = C.CUmemGenericAllocationHandle(h)
 	}
-	if p.HandleTypes&cuda.Fabric != 0 && errors.Is(err, cuda.ErrNotPermitted) {
-		// ncclMemAlloc asks for FABRIC first, and then without: no error.
-		return C.CUDA_ERROR_NOT_PERMITTED
+	if p.HandleTypes&cuda.Fabric != 0 {
+		return tried("cuMemCreate", err)
 	}
 	return result("cuMemCreate", err)
 }
@@ -233,8 +252,11 @@ func amemProperties(prop *C.CUmemAllocationProp, handle C.CUmemGenericAllocation
 func amemExport(shareable unsafe.Pointer, handle C.CUmemGenericAllocationHandle, handleType C.CUmemAllocationHandleType,
 	flags C.ulonglong) (r C.CUresult) {
 	defer func() { r = guardCall(recover(), "cuMemExportToShareableHandle", r) }()
-	return result("cuMemExportToShareableHandle",
-		current.Space().Export(shareable, cuda.Handle(handle), int(handleType), uint64(flags)))
+	err := current.Space().Export(shareable, cuda.Handle(handle), int(handleType), uint64(flags))
+	if handleType == cuda.Fabric {
+		return tried("cuMemExportToShareableHandle", err)
+	}
+	return result("cuMemExportToShareableHandle", err)
 }
 
 //export amemImport
