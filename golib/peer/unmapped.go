@@ -8,6 +8,8 @@ import (
 	"maps"
 	"slices"
 	"time"
+
+	"amem/golib/rescue"
 )
 
 // A pause gives memory back to the device only once all who map it have let go of
@@ -45,10 +47,10 @@ func (n *Node) tellUnmapped(l *link) {
 		return
 	}
 	l.unmapped.talking = true
-	go func() {
+	rescue.Go(func() {
 		for try := 1; n.sayUnmapped(l, try); try++ {
 		}
-	}()
+	})
 }
 
 // sayUnmapped says as much as goes into a message. It answers false when it is the

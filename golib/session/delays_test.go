@@ -1,10 +1,6 @@
 package session
 
 import (
-	"fmt"
-	"maps"
-	"slices"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
