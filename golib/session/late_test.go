@@ -169,6 +169,17 @@ func untils(number int) []moment {
 	return []moment{moment(number % int(moments))}
 }
 
+// numbers returns which of so many steps of a kind come late: the first and the last, or
+// with DELAYS=all each.
+func numbers(count int) (list []int) {
+	for n := 1; n <= count; n++ {
+		if n == 1 || n == count || os.Getenv("DELAYS") == "all" {
+			list = append(list, n)
+		}
+	}
+	return list
+}
+
 // delays makes each step of a pause and a resume late in turn, as a first round
 // without a delay has found them, if the choice falls on it.
 func (r *ranks) delays(t *testing.T, at place, choose func(step string) bool) {
@@ -179,7 +190,10 @@ func (r *ranks) delays(t *testing.T, at place, choose func(step string) bool) {
 		steps, _ := r.delayed(t, lateStep{place: at, resuming: resuming}, r.patience(resuming), !allPause)
 		r.cycle(t)
 		for _, step := range slices.Sorted(maps.Keys(steps)) {
-			for n := 1; n <= steps[step] && choose(step); n++ {
+			for _, n := range numbers(steps[step]) {
+				if !choose(step) {
+					break
+				}
 				for _, until := range untils(cases) {
 					for _, giveUp := range []bool{!allPause, true} {
 						failed := r.delay(t, lateStep{at, resuming, step, n, until}, giveUp)
@@ -269,7 +283,7 @@ func (s *shared) delays(t *testing.T, at place) (cases, failures int) {
 		steps, _ := s.delayed(t, lateStep{place: at, resuming: resuming})
 		require.NotEmpty(t, steps)
 		for _, step := range slices.Sorted(maps.Keys(steps)) {
-			for n := 1; n <= steps[step]; n++ {
+			for _, n := range numbers(steps[step]) {
 				for _, until := range untils(cases) {
 					cases++
 					t.Run(fmt.Sprintf("%s %d, made %s", step, n, until), func(t *testing.T) {
