@@ -54,7 +54,7 @@ lint-py: venv
 	$(python) -m ruff check .
 	$(python) -m mypy python/amem tests/py tests/agent
 	$(python) -m mypy tests/sim
-	$(python) -m mypy tests/torch
+	$(python) -m mypy tests/pytorch
 
 test: lib lint install test-go test-py ## every check that needs no GPU
 
@@ -65,7 +65,7 @@ test-py: venv
 	$(python) -m pytest -rs
 
 test-torch: lib venv install ## real PyTorch releases on the simulated driver; TORCH=VERSION: that one only
-	$(python) tests/torch/run.py $(addprefix --only ,$(TORCH))
+	$(python) tests/pytorch/run.py $(addprefix --only ,$(TORCH))
 
 race: lib install ## the tests of several processes with Go's race detector in the core
 	scripts/build_race.sh build/lib build/race/lib

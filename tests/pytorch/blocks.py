@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import amem
+import torch
 from amem import _library
 
 KB, MB = 1 << 10, 1 << 20
-# torch's small segments have 2 MB, and its large ones 20 MB for what is smaller than 10 MB.
-SMALL, LARGE = 100 * KB, 24 * MB
+# torch's small segments have 2 MB. What has 10 MB or more has a segment of its own, as large.
+SMALL, LARGE = 100 * KB, 12 * MB
+
+_seed = 0
+
+
+def bytes_of(size: int) -> Any:
+    """Contents on the host, others at each call."""
+    global _seed
+    _seed += 0x9E3779B1
+    return torch.arange(_seed, _seed + size // 8 + 1, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).view(torch.uint8)[:size]
 
 
 class Block:
@@ -24,12 +34,57 @@ class Block:
         self.fill()
 
     def fill(self) -> None:
-        self.host = torch.randint(0, 256, self.tensor.shape, dtype=torch.uint8)
+        self.host = bytes_of(self.tensor.numel())
         self.tensor.copy_(self.host)
 
     def check(self) -> None:
         assert self.tensor.data_ptr() == self.address, "the address has changed"
         assert torch.equal(self.tensor.cpu(), self.host), f"contents of {self.tensor.numel()} bytes have changed"
+
+
+class Copy(torch.autograd.Function):
+    """Something whose backward allocates, with copies alone."""
+
+    @staticmethod
+    def forward(_: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: Any) -> Any:
+        backward_threads.append(threading.get_ident())
+        return torch.empty_like(grad).copy_(grad)
+
+
+backward_threads: list[int] = []
+
+
+def gradient() -> Block:
+    """What a backward() has allocated."""
+    block = Block.__new__(Block)
+    leaf = torch.empty(LARGE // 4, device="cuda", requires_grad=True)
+    wanted = torch.rand(LARGE // 4)
+    Copy.apply(leaf).backward(wanted.to("cuda"))
+    block.tensor, block.host = leaf.grad.view(torch.uint8), wanted.view(torch.uint8)
+    block.address = block.tensor.data_ptr()
+    return block
+
+
+def run(work: Callable[[], Any]) -> None:
+    """On another thread, which ends before this returns; what it raises is raised here."""
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
 
 
 def state(tensor: Any) -> amem.State:
@@ -81,6 +136,14 @@ def region(tag: str, backup: str = "cpu") -> dict[str, Any]:
 def segments(device: int = 0) -> list[Any]:
     """torch's own, of this device."""
     return [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == device]
+
+
+def segment_of(block: Block) -> Any:
+    """torch's segment that the block is in."""
+    for segment in torch.cuda.memory_snapshot():
+        if segment["address"] <= block.address < segment["address"] + segment["total_size"]:
+            return segment
+    raise AssertionError("torch knows no segment of the block")
 
 
 def collect() -> None:

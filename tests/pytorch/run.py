@@ -75,7 +75,8 @@ def build(packages: Path) -> Path:
 def run(version: str, arguments: list[str]) -> str | None:
     """What the release has shown, in words; None if a test failed."""
     packages = install(version)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("AMEM_", "TMS_", "PYTORCH_", "LD_"))}
+    others = ("AMEM_", "TMS_", "PYTORCH_", "LD_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     env.update(LD_LIBRARY_PATH=str(build(packages)), PYTHONPATH=str(packages), PYTHONWARNINGS="ignore")
     results = packages.parent / "results.xml"
     results.unlink(missing_ok=True)
@@ -87,8 +88,9 @@ def run(version: str, arguments: list[str]) -> str | None:
         return None
     suite = next(ElementTree.parse(results).iter("testsuite"))
     count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
-    passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
-    shown = f"torch {version}: {passed} passed, {count['skipped']} skipped, {count['failures'] + count['errors']} failed"
+    failed = count["failures"] + count["errors"]
+    passed = count["tests"] - failed - count["skipped"]
+    shown = f"torch {version}: {passed} passed, {count['skipped']} skipped, {failed} failed"
     print(f"{shown}, in {time.monotonic() - started:.0f} s", flush=True)
     return shown if status == 0 and passed else None
 

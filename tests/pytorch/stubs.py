@@ -33,7 +33,7 @@ STUBS = """
 #include <stdio.h>
 #include <stdlib.h>
 static void missing(const char *name) {
-    fprintf(stderr, "tests/torch: %s was called, which the stand-ins do not have\\n", name);
+    fprintf(stderr, "tests/pytorch: %s was called, which the stand-ins do not have\\n", name);
     abort();
 }
 """
@@ -81,10 +81,10 @@ def _readelf(option: str, path: Path) -> str:
     return done.stdout
 
 
-def _symbols(path: Path, defined: bool) -> set[tuple[str, str]]:
-    """Names and versions of the dynamic symbols. Weak ones need not be there."""
+def _symbols(path: Path, defined: bool, table: str = "--dyn-syms") -> set[tuple[str, str]]:
+    """Names and versions of the symbols. Weak ones need not be there."""
     found = set()
-    for line in _readelf("--dyn-syms", path).splitlines():
+    for line in _readelf(table, path).splitlines():
         fields = line.split()
         if len(fields) < 8 or fields[4] not in ("GLOBAL", "WEAK") or (fields[6] == "UND") == defined:
             continue
@@ -95,7 +95,9 @@ def _symbols(path: Path, defined: bool) -> set[tuple[str, str]]:
     return found
 
 
-def _compile(target: Path, names: set[str], source: Path | None, include: Path, versions: list[str], *more: str) -> None:
+def _compile(
+    target: Path, names: set[str], source: Path | None, include: Path, versions: list[str], *more: str
+) -> None:
     """A library with the functions of source, and stubs of what those are not."""
     objects = []
     work = target.parent / "build"
@@ -104,8 +106,7 @@ def _compile(target: Path, names: set[str], source: Path | None, include: Path, 
         objects.append(work / f"{source.stem}.o")
         compile_only = [flag for flag in FLAGS if flag != "-shared"]
         _gcc(*compile_only, "-I", str(include), "-c", "-o", str(objects[0]), str(source))
-        listed = subprocess.run(["nm", "--defined-only", objects[0]], capture_output=True, text=True, check=True, timeout=60)
-        names = names - {line.split()[-1] for line in listed.stdout.splitlines()}
+        names = names - {name for name, _ in _symbols(objects[0], defined=True, table="--syms")}
     stubs = work / f"{target.name}.c"
     stubs.write_text("".join([STUBS if names else "", *map(STUB.format, sorted(names))]))
     script = work / f"{target.name}.map"
@@ -122,15 +123,16 @@ def build(torch_lib: Path, include: Path, sim: Path, out: Path) -> None:
     wanted = Wanted(torch_lib)
     out.mkdir(parents=True, exist_ok=True)
     there = [sim / "libcuda.so.1", sim / "libnccl.so.2"]
-    rest = wanted.rest.difference(*({name for name, _ in _symbols(library, defined=True)} for library in there))
-    _compile(out / REST, rest, None, include, [])
+    stubs = wanted.rest.difference(*({name for name, _ in _symbols(library, defined=True)} for library in there))
+    _compile(out / REST, stubs, None, include, [])
     for name in sorted(wanted.libraries):
         if name in [library.name for library in there]:
             continue
         versions = [version for version, library in wanted.versions.items() if library == name]
         names = set().union(*(wanted.versioned.get(version, set()) for version in versions))
         source = next((HERE / file for stem, file in SOURCES.items() if name.startswith(f"{stem}.")), None)
-        _compile(out / name, names, source, include, versions, "-Wl,--no-as-needed", str(out / REST), "-ldl", "-lpthread")
+        rest = ["-Wl,--no-as-needed", str(out / REST), "-ldl", "-lpthread"]
+        _compile(out / name, names, source, include, versions, *rest)
     _compile(out / NVML, set(), HERE / "nvml.c", include, [])
     for library in there:
         link = out / library.name

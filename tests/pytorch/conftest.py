@@ -24,7 +24,7 @@ import torch
 
 # In seconds. Nothing here takes longer unless it hangs.
 LIMIT = 120
-DEVICES = {"AMEM_SIM_DEVICES": "2", "AMEM_SIM_MEMORY": str(1 << 30), "AMEM_TIMEOUT_S": "30"}
+DEVICES = {"AMEM_SIM_DEVICES": "2", "AMEM_SIM_MEMORY": str(512 << 20), "AMEM_TIMEOUT_S": "30"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,7 +81,7 @@ def _in_a_fork(function: Any, arguments: dict[str, Any], env: dict[str, str]) ->
 
 def _child(function: Any, arguments: dict[str, Any], env: dict[str, str], writer: int) -> None:
     os.environ.update(env)
-    os.setpgid(0, 0)
+    torch.set_num_threads(1)
     faulthandler.enable(sys.__stderr__ or 2, all_threads=True)
     try:
         function(**arguments)
