@@ -22,7 +22,9 @@ def bytes_of(size: int) -> Any:
     """Contents on the host, others at each call."""
     global _seed
     _seed += 0x9E3779B1
-    return torch.arange(_seed, _seed + size // 8 + 1, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).view(torch.uint8)[:size]
+    return (
+        torch.arange(_seed, _seed + size // 8 + 1, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).view(torch.uint8)[:size]
+    )
 
 
 class Block:
@@ -42,7 +44,7 @@ class Block:
         assert torch.equal(self.tensor.cpu(), self.host), f"contents of {self.tensor.numel()} bytes have changed"
 
 
-class Copy(torch.autograd.Function):
+class Copy(torch.autograd.Function):  # type: ignore[misc]
     """Something whose backward allocates, with copies alone."""
 
     @staticmethod

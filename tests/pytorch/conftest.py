@@ -6,6 +6,7 @@ process whose death is the failure of one test.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -23,7 +24,7 @@ import pytest
 import torch
 
 # In seconds. Nothing here takes longer unless it hangs.
-LIMIT = 120
+LIMIT = 90
 DEVICES = {"AMEM_SIM_DEVICES": "2", "AMEM_SIM_MEMORY": str(512 << 20), "AMEM_TIMEOUT_S": "30"}
 
 
@@ -73,6 +74,8 @@ def _in_a_fork(function: Any, arguments: dict[str, Any], env: dict[str, str]) ->
         else:
             os.kill(child, signal.SIGABRT)  # shows where its threads are
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what it has started and left
     if answer:
         outcome, text = pickle.loads(answer)
         return outcome, text
@@ -81,6 +84,7 @@ def _in_a_fork(function: Any, arguments: dict[str, Any], env: dict[str, str]) ->
 
 def _child(function: Any, arguments: dict[str, Any], env: dict[str, str], writer: int) -> None:
     os.environ.update(env)
+    os.setpgid(0, 0)
     torch.set_num_threads(1)
     faulthandler.enable(sys.__stderr__ or 2, all_threads=True)
     try:

@@ -136,10 +136,9 @@ def test_the_innermost_region_counts_and_the_outer_one_comes_back() -> None:
 def test_an_exception_leaves_all_regions() -> None:
     region, kept, plain = amem.region("weights"), [], []
     for _ in range(3):
-        with pytest.raises(KeyError):
-            with amem.region("outer"), region, amem.disable(), region:
-                kept.append(Block())
-                raise KeyError
+        with pytest.raises(KeyError), amem.region("outer"), region, amem.disable(), region:
+            kept.append(Block())
+            raise KeyError
         plain.append(Block())
     assert amem.current_region() is None and torch._C._is_multithreading_enabled()
     blocks.only_paused("weights", kept, plain)
@@ -407,7 +406,7 @@ def test_running_out_of_memory_in_a_region_is_torchs_error() -> None:
     with pytest.raises(torch.cuda.OutOfMemoryError) as failure:
         amem.resume()
     assert isinstance(failure.value, amem.OutOfMemoryError)
-    assert failure.value.needed >= 300 * MB > failure.value.free
+    assert (failure.value.needed or 0) >= 300 * MB > (failure.value.free or 0) > 0
     del other
     blocks.collect()
     amem.resume()
