@@ -11,6 +11,10 @@ import amem
 import torch
 from amem import _library
 
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# While a thread allocates from a pool, torch 2.11 gives nothing of its own cache back; 2.15 does.
+KEEPS_CACHE = RELEASE < (2, 15)
+
 KB, MB = 1 << 10, 1 << 20
 # torch's small segments have 2 MB. What has 10 MB or more has a segment of its own, as large.
 SMALL, LARGE = 100 * KB, 12 * MB

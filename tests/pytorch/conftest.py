@@ -43,9 +43,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     env = dict(DEVICES)
     for mark in reversed(list(pyfuncitem.iter_markers("env"))):
         env.update(mark.kwargs)
+    # Nobody else's processes are peers.
+    group = str(int.from_bytes(os.urandom(3), "big") + 1)
     folder = tempfile.mkdtemp(prefix="amem-torch-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     try:
-        outcome, text = _in_a_fork(pyfuncitem.obj, arguments, {**env, "AMEM_SIM_DIR": folder})
+        outcome, text = _in_a_fork(pyfuncitem.obj, arguments, {"AMEM_GROUPID": group, **env, "AMEM_SIM_DIR": folder})
     finally:
         shutil.rmtree(folder)
     if outcome == "skipped":

