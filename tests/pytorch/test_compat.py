@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from typing import Any
 
 import amem
@@ -18,9 +19,7 @@ INIT = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
 
 def install() -> Any:
     amem.compat.install()
-    import torch_memory_saver
-
-    return torch_memory_saver.torch_memory_saver
+    return importlib.import_module("torch_memory_saver").torch_memory_saver
 
 
 def functions(saver: Any) -> Any:
@@ -41,10 +40,7 @@ def test_regions_have_their_tag_and_backup() -> None:
         with saver.region("weights", enable_disk_backup=True):
             disk = Block()
 
-    @saver.region(tag="decorated", enable_cpu_backup=True)
-    def work() -> Block:
-        return Block()
-
+    work = saver.region(tag="decorated", enable_cpu_backup=True)(Block)
     decorated = [work(), work()]
     assert blocks.ordinary(plain)
     assert blocks.region("default", "none")["allocated_bytes"] >= LARGE
@@ -68,11 +64,11 @@ def test_pause_and_resume_by_tag_and_all() -> None:
         return "".join(tag for tag in made if amem.state(tag) is amem.State.PAUSED)
 
     seen = []
-    for tag in ("a", "a", "unknown", "nccl", None):
-        assert saver.pause(tag) is None
+    for wanted in ("a", "a", "unknown", "nccl", None):
+        assert saver.pause(wanted) is None
         seen.append(paused())
-    for tag in ("unknown", "b", "nccl", None, None):
-        assert saver.resume(tag) is None
+    for wanted in ("unknown", "b", "nccl", None, None):
+        assert saver.resume(wanted) is None
         seen.append(paused())
     assert seen == ["a", "a", "a", "a", "ab", "ab", "a", "a", "", ""]
     for block in made.values():

@@ -133,6 +133,33 @@ def test_the_innermost_region_counts_and_the_outer_one_comes_back() -> None:
     blocks.only_paused("inner", inner, [*outer, *plain])
 
 
+def test_current_region_follows() -> None:
+    def here() -> tuple[str, str] | None:
+        region = amem.current_region()
+        return None if region is None else (region.tag, region.backup)
+
+    seen = [here()]
+    with amem.region("a", "none"):
+        seen.append(here())
+        with amem.region("b"):
+            seen.append(here())
+        with amem.disable():
+            seen.append(here())
+        seen.append(here())
+    assert [*seen, here()] == [None, ("a", "none"), ("b", "cpu"), None, ("a", "none"), None]
+
+
+@pytest.mark.parametrize("tag", ["nccl", "x" * 65])
+def test_a_tag_that_the_library_refuses_changes_nothing(tag: str) -> None:
+    with amem.region("outer"):
+        with pytest.raises(amem.InvalidArgumentError), amem.region(tag):
+            pytest.fail("entered")
+        here = amem.current_region()
+        outer = Block()
+    assert here is not None and here.tag == "outer"
+    blocks.only_paused("outer", [outer], [])
+
+
 def test_an_exception_leaves_all_regions() -> None:
     region, kept, plain = amem.region("weights"), [], []
     for _ in range(3):
@@ -273,8 +300,8 @@ def test_much_unused_memory_is_given_back_when_the_region_is_left() -> None:
     assert inside - blocks.used() >= size
     kept.check()
     if blocks.KEEPS_CACHE:
-        cached = {segment["address"] for segment in blocks.segments() if not segment["allocated_size"]}
-        assert cached_at in cached, "ordinary memory stays cached"
+        unused = {segment["address"] for segment in blocks.segments() if not segment["allocated_size"]}
+        assert cached_at in unused, "ordinary memory stays cached"
     held = blocks.used()
     del kept
     blocks.collect()
