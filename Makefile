@@ -20,7 +20,7 @@ python := $(venv)/bin/python
 pip := $(python) -m pip install --quiet --disable-pip-version-check
 export GO PYTHON
 
-.PHONY: lib help wheel install venv lint lint-go lint-py test test-go test-py race tsan fuzz soak sim-bench demo clean
+.PHONY: lib help wheel install venv lint lint-go lint-py test test-go test-py test-torch race tsan fuzz soak sim-bench demo clean
 
 # Several targets install into build/venv.
 .NOTPARALLEL:
@@ -54,6 +54,7 @@ lint-py: venv
 	$(python) -m ruff check .
 	$(python) -m mypy python/amem tests/py tests/agent
 	$(python) -m mypy tests/sim
+	$(python) -m mypy tests/pytorch
 
 test: lib lint install test-go test-py ## every check that needs no GPU
 
@@ -62,6 +63,9 @@ test-go:
 
 test-py: venv
 	$(python) -m pytest -rs
+
+test-torch: lib venv install ## real PyTorch releases on the simulated driver; TORCH=VERSION: that one only
+	$(python) tests/pytorch/run.py $(addprefix --only ,$(TORCH))
 
 race: lib install ## the tests of several processes with Go's race detector in the core
 	scripts/build_race.sh build/lib build/race/lib

@@ -74,6 +74,17 @@ static CUresult release(CUdevice device)
     return CUDA_SUCCESS;
 }
 
+static CUresult get_state(CUdevice device, unsigned *flags, int *active)
+{
+    if (!flags || !active)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (device < 0 || device >= sim_config.visible)
+        return CUDA_ERROR_INVALID_DEVICE;
+    *flags = 0;
+    *active = is_live(&sim_contexts[device]);
+    return CUDA_SUCCESS;
+}
+
 static CUresult get_current(CUcontext *context)
 {
     if (!context)
@@ -165,6 +176,8 @@ static CUresult disable_peer(CUcontext current, CUcontext peer)
 SIM_FUNCTION(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000, NEEDS_INIT, (CUcontext *context, CUdevice device),
              retain(context, device))
 SIM_FUNCTION(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 11000, NEEDS_INIT, (CUdevice device), release(device))
+SIM_FUNCTION(cuDevicePrimaryCtxGetState, cuDevicePrimaryCtxGetState, 7000, NEEDS_INIT,
+             (CUdevice device, unsigned *flags, int *active), get_state(device, flags, active))
 SIM_FUNCTION(cuCtxGetCurrent, cuCtxGetCurrent, 4000, NEEDS_INIT, (CUcontext *context), get_current(context))
 SIM_FUNCTION(cuCtxSetCurrent, cuCtxSetCurrent, 4000, NEEDS_INIT, (CUcontext context), set_current(context))
 SIM_FUNCTION(cuCtxPushCurrent, cuCtxPushCurrent_v2, 4000, NEEDS_INIT, (CUcontext context), push(context))

@@ -50,7 +50,9 @@ static CUresult begin_locked(CUcontext context, CUstream handle, int mode)
     CUgraph graph = calloc(1, sizeof *graph);
     if (!graph)
         return CUDA_ERROR_OUT_OF_MEMORY;
+    static cuuint64_t captures;
     graph->last = &graph->first;
+    graph->capture = ++captures;
     stream->capture = graph;
     stream->capture_invalid = false;
     stream->capture_mode = (CUstreamCaptureMode)mode;
@@ -84,6 +86,42 @@ static CUresult status_locked(CUcontext context, CUstream handle, int *status)
     if (!stream || !status)
         return stream ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_HANDLE;
     *status = !stream->capture ? CAPTURE_NONE : stream->capture_invalid ? CAPTURE_INVALIDATED : CAPTURE_ACTIVE;
+    return CUDA_SUCCESS;
+}
+
+/* What is captured next depends on what was captured last, since a capture is of one stream. */
+static CUresult info_locked(CUcontext context, CUstream handle, int *status, cuuint64_t *id, CUgraph *graph,
+                            const void ***dependencies, size_t *count)
+{
+    CUresult result = status_locked(context, handle, status);
+    CUstream stream = result ? NULL : sim_stream_find(context, handle);
+    if (!stream || !stream->capture)
+        return result;
+    CUgraph capture = stream->capture;
+    capture->tail = NULL;
+    for (const struct sim_operation *operation = capture->first; operation; operation = operation->next)
+        capture->tail = operation;
+    if (id)
+        *id = capture->capture;
+    if (graph)
+        *graph = capture;
+    if (dependencies)
+        *dependencies = &capture->tail;
+    if (count)
+        *count = capture->tail != NULL;
+    return CUDA_SUCCESS;
+}
+
+/* How many nodes there are; nodes themselves are not modelled. */
+static CUresult count_locked(CUgraph graph, const void *nodes, size_t *count)
+{
+    if (!count || !sim_set_has(&graphs, graph))
+        return CUDA_ERROR_INVALID_VALUE;
+    if (nodes)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    *count = 0;
+    for (const struct sim_operation *operation = graph->first; operation; operation = operation->next)
+        ++*count;
     return CUDA_SUCCESS;
 }
 
@@ -177,6 +215,13 @@ SIM_FUNCTION(cuStreamEndCapture, cuStreamEndCapture, 10000, NEEDS_CONTEXT, (CUst
              (lock(), unlock(end_locked(call.context, stream, graph))))
 SIM_FUNCTION(cuStreamIsCapturing, cuStreamIsCapturing, 10000, NEEDS_CONTEXT, (CUstream stream, int *status),
              (lock(), unlock(status_locked(call.context, stream, status))))
+SIM_FUNCTION(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v3, 12030, NEEDS_CONTEXT,
+             (CUstream stream, int *status, cuuint64_t *id, CUgraph *graph, const void ***dependencies, const void **edges,
+              size_t *count),
+             edges ? CUDA_ERROR_NOT_SUPPORTED
+                   : (lock(), unlock(info_locked(call.context, stream, status, id, graph, dependencies, count))))
+SIM_FUNCTION(cuGraphGetNodes, cuGraphGetNodes, 10000, NEEDS_INIT, (CUgraph graph, void *nodes, size_t *count),
+             (lock(), unlock(count_locked(graph, nodes, count))))
 SIM_FUNCTION(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, 11040, NEEDS_CONTEXT,
              (CUgraphExec *executable, CUgraph graph, unsigned long long flags),
              (lock(), (void)flags, unlock(instantiate_locked(executable, graph))))

@@ -180,6 +180,8 @@ struct sim_physical {
 
 bool sim_areas_open(void);
 CUresult sim_physical_create(const struct sim_trailer *trailer, struct sim_physical **physical);
+/* Memory of another process, by what its trailer says; CUDA_ERROR_INVALID_VALUE if it is gone. */
+CUresult sim_physical_open(int area, const char *name, struct sim_physical **physical);
 /* Callers of these three hold sim_tables_lock. */
 struct sim_physical *sim_physical_find(uint64_t handle);
 void sim_physical_put(struct sim_physical *physical);
@@ -209,7 +211,7 @@ struct sim_mapping {
     struct sim_physical *physical;
     struct sim_rights rights;
     CUcontext owner;    /* of memory by cuMemAlloc */
-    uint64_t requested; /* size that cuMemAlloc was asked for */
+    uint64_t requested; /* size that cuMemAlloc was asked for; 0: cuIpcOpenMemHandle's */
     bool changing;      /* a thread is giving access */
 };
 /* Callers hold sim_tables_lock. */
@@ -267,6 +269,8 @@ struct sim_operation {
 
 struct CUgraph_st {
     struct sim_operation *first, **last;
+    cuuint64_t capture; /* number of the capture that makes it */
+    const void *tail;   /* what was captured last, for the caller of cuStreamGetCaptureInfo */
 };
 
 struct CUstream_st {

@@ -1,33 +1,26 @@
-/* cuMemAlloc, cuMemFree, cuMemGetInfo. */
+/* cuMemAlloc, cuMemFree, cuMemGetInfo, and CUDA's IPC of such memory. */
 #include <search.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "internal.h"
 
 enum { PAGE = 4096 };
 
-static CUresult allocate(CUcontext context, CUdeviceptr *out, uint64_t size)
+/* Maps memory that has one handle, which the mapping takes the place of. */
+static CUresult map_block(CUcontext owner, struct sim_physical *physical, uint64_t requested, CUdeviceptr *out)
 {
-    if (!out || !size || size > sim_config.memory)
-        return out && size ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
-    CUresult result = sim_capture_refusal();
-    if (result)
-        return result;
+    CUresult result = CUDA_SUCCESS;
     struct sim_mapping *mapping = calloc(1, sizeof *mapping);
-    if (!mapping)
-        return CUDA_ERROR_OPERATING_SYSTEM;
-    struct sim_trailer trailer = {.size = (size + PAGE - 1) / PAGE * PAGE, .area = sim_config.physical[context->device]};
-    struct sim_physical *physical;
-    result = sim_physical_create(&trailer, &physical);
-    if (result) {
-        free(mapping);
-        return result;
-    }
-    uint64_t bit = UINT64_C(1) << context->device;
-    *mapping = (struct sim_mapping){{0, trailer.size}, physical, {bit, bit}, context, size, false};
+    uint64_t bit = UINT64_C(1) << owner->device;
+    if (mapping)
+        *mapping = (struct sim_mapping){{0, physical->trailer.size}, physical, {bit, bit}, owner, requested, false};
     pthread_mutex_lock(&sim_tables_lock);
-    if (!sim_map_file(mapping, false)) {
+    if (!mapping) {
+        result = CUDA_ERROR_OPERATING_SYSTEM;
+    } else if (!sim_map_file(mapping, false)) {
         result = CUDA_ERROR_OUT_OF_MEMORY;
     } else if (!tsearch(mapping, &sim_mappings, sim_range_compare)) {
         munmap((void *)mapping->range.base, mapping->range.size);
@@ -47,6 +40,19 @@ static CUresult allocate(CUcontext context, CUdeviceptr *out, uint64_t size)
     return result;
 }
 
+static CUresult allocate(CUcontext context, CUdeviceptr *out, uint64_t size)
+{
+    if (!out || !size || size > sim_config.memory)
+        return out && size ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+    CUresult result = sim_capture_refusal();
+    if (result)
+        return result;
+    struct sim_trailer trailer = {.size = (size + PAGE - 1) / PAGE * PAGE, .area = sim_config.physical[context->device]};
+    struct sim_physical *physical;
+    result = sim_physical_create(&trailer, &physical);
+    return result ? result : map_block(context, physical, size, out);
+}
+
 /* Callers hold sim_tables_lock. */
 static void free_mapping(struct sim_mapping *mapping)
 {
@@ -64,7 +70,8 @@ static struct sim_mapping *find_block(uint64_t address)
     return mapping && mapping->owner && mapping->range.base == address ? mapping : NULL;
 }
 
-static CUresult free_block(uint64_t address)
+/* Frees what cuMemAlloc gave or, with opened, cuIpcOpenMemHandle. */
+static CUresult free_block(uint64_t address, bool opened)
 {
     CUcontext context;
     if (!address)
@@ -76,7 +83,7 @@ static CUresult free_block(uint64_t address)
         return result;
     pthread_mutex_lock(&sim_tables_lock);
     struct sim_mapping *mapping = find_block(address);
-    context = mapping ? mapping->owner : NULL;
+    context = mapping && !mapping->requested == opened ? mapping->owner : NULL;
     pthread_mutex_unlock(&sim_tables_lock);
     if (!context)
         return CUDA_ERROR_INVALID_VALUE;
@@ -132,8 +139,58 @@ static CUresult get_info(CUcontext context, size_t *available, size_t *total)
     return CUDA_SUCCESS;
 }
 
+/* What a handle of CUDA's IPC says; the rest of its 64 bytes is 0. */
+struct ipc_handle {
+    char magic[8];
+    int32_t area, pid;
+    char name[SIM_NAME_SIZE];
+    char rest[8];
+};
+_Static_assert(sizeof(struct ipc_handle) == 64, "as CUipcMemHandle");
+static const char ipc_magic[8] = "amemipc";
+
+/* As in the real driver, of memory by cuMemAlloc only. */
+static CUresult get_ipc_handle(struct ipc_handle *handle, uint64_t address)
+{
+    if (!handle)
+        return CUDA_ERROR_INVALID_VALUE;
+    memset(handle, 0, sizeof *handle);
+    pthread_mutex_lock(&sim_tables_lock);
+    const struct sim_mapping *mapping = sim_range_find(&sim_mappings, address, 1);
+    bool found = mapping && mapping->owner && mapping->requested;
+    if (found) {
+        memcpy(handle->magic, ipc_magic, sizeof ipc_magic);
+        handle->area = mapping->physical->trailer.area;
+        handle->pid = (int32_t)getpid();
+        memcpy(handle->name, mapping->physical->trailer.name, sizeof handle->name);
+    }
+    pthread_mutex_unlock(&sim_tables_lock);
+    return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult open_ipc_handle(CUdeviceptr *out, const struct ipc_handle *handle, unsigned flags)
+{
+    enum { LAZY_ENABLE_PEER_ACCESS = 1 };
+    if (!out || flags != LAZY_ENABLE_PEER_ACCESS || memcmp(handle->magic, ipc_magic, sizeof ipc_magic)
+        || !memchr(handle->name, 0, sizeof handle->name))
+        return CUDA_ERROR_INVALID_VALUE;
+    int ordinal = sim_ordinal(handle->area);
+    if (ordinal < 0)
+        return CUDA_ERROR_INVALID_DEVICE;
+    if (handle->pid == getpid())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    struct sim_physical *physical;
+    CUresult result = sim_physical_open(handle->area, handle->name, &physical);
+    return result ? result : map_block(&sim_contexts[ordinal], physical, 0, out);
+}
+
+SIM_FUNCTION(cuIpcGetMemHandle, cuIpcGetMemHandle, 4010, NEEDS_INIT, (struct ipc_handle *handle, CUdeviceptr address),
+             get_ipc_handle(handle, address))
+SIM_FUNCTION(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2, 11000, NEEDS_CONTEXT,
+             (CUdeviceptr *address, struct ipc_handle handle, unsigned flags), open_ipc_handle(address, &handle, flags))
+SIM_FUNCTION(cuIpcCloseMemHandle, cuIpcCloseMemHandle, 4010, NEEDS_CONTEXT, (CUdeviceptr address), free_block(address, true))
 SIM_FUNCTION(cuMemAlloc, cuMemAlloc_v2, 3020, NEEDS_CONTEXT, (CUdeviceptr *address, size_t size),
              allocate(call.context, address, size))
-SIM_FUNCTION(cuMemFree, cuMemFree_v2, 3020, NEEDS_INIT, (CUdeviceptr address), free_block(address))
+SIM_FUNCTION(cuMemFree, cuMemFree_v2, 3020, NEEDS_INIT, (CUdeviceptr address), free_block(address, false))
 SIM_FUNCTION(cuMemGetInfo, cuMemGetInfo_v2, 3020, NEEDS_CONTEXT, (size_t *available, size_t *total),
              get_info(call.context, available, total))

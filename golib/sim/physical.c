@@ -443,6 +443,25 @@ static CUresult import_fabric(const void *bytes, CUmemGenericAllocationHandle *h
     return result;
 }
 
+CUresult sim_physical_open(int area, const char *name, struct sim_physical **physical)
+{
+    *physical = NULL;
+    if (!is_area(area) || !name[0] || strchr(name, '/') || name[0] == '.')
+        return CUDA_ERROR_INVALID_VALUE;
+    struct sim_trailer trailer;
+    sim_area_lock(area);
+    int fd = open_living(area, name);
+    if (fd >= 0 && read_trailer(fd, &trailer)) {
+        pthread_mutex_lock(&sim_tables_lock);
+        *physical = add(fd, &trailer);
+        pthread_mutex_unlock(&sim_tables_lock);
+    }
+    if (fd >= 0 && !*physical)
+        close(fd);
+    sim_area_unlock(area);
+    return *physical ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
 static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *from, CUmemAllocationHandleType type)
 {
     if (!handle)

@@ -459,14 +459,15 @@ _empty: _Pools | None = None
 _empty_lock = threading.Lock()
 _checked: Any = None
 _lt_workspace: _LtWorkspace | None = None
-_forked = False
+_forgotten: list[object] = []  # the owners of the frames that were there at a fork()
 
 
 def _forget() -> None:
     """In a child of fork(), which has no CUDA: there is nothing to trim, and no lock that another thread holds."""
-    global _lock, _empty_lock, _forked
-    _lock, _empty_lock, _forked = threading.Lock(), threading.Lock(), True
+    global _lock, _empty_lock
+    _lock, _empty_lock = threading.Lock(), threading.Lock()
     _memories.clear()
+    _forgotten.extend(frame.owner for frame in _thread.frames)
     _thread.frames.clear()
 
 
@@ -541,7 +542,7 @@ def _pop(owner: object) -> None:
         if frames[index].owner is owner:
             break
     else:
-        if _forked:
+        if any(forgotten is owner for forgotten in _forgotten):
             return
         raise InvalidStateError("a region was left on another thread than it was entered on, which is in it still")
     frame = frames.pop(index)

@@ -1,9 +1,11 @@
-"""amem in the place of torch_memory_saver."""
+"""amem in the place of torch_memory_saver: its names, arguments, settings and variables.
+
+What it does with memory is in tests/pytorch.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -156,29 +158,6 @@ def test_install_is_refused_where_the_original_is_in_use(folder: Path) -> None:
 # What it does.
 
 
-def test_regions_have_their_tag_and_backup(folder: Path) -> None:
-    script = """
-kept = []
-with saver.region():
-    kept.append(torch.empty(1))
-    with saver.region(tag="weights", enable_cpu_backup=True, cpu_backup_backend="mmap"):
-        kept.append(torch.empty(10))
-        with saver.disable():
-            kept.append(torch.empty(5))
-        kept.append(torch.empty(10))
-    with saver.region("weights", enable_disk_backup=True):
-        kept.append(torch.empty(100))
-    kept.append(torch.empty(1))
-@saver.region(tag="decorated")
-def work():
-    kept.append(torch.empty(1000))
-work()
-work()
-show([bytes_of("default", 0), bytes_of("weights", 1), bytes_of("weights", 2), bytes_of("decorated", 0)])
-"""
-    assert result(script, folder) == [2, 20, 100, 2000]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -196,49 +175,6 @@ except ValueError as error:
     show(type(error).__name__)
 """
     assert result(script, folder) == "InvalidArgumentError"
-
-
-def test_pause_and_resume_by_tag_and_all(folder: Path) -> None:
-    script = """
-amem.enable()
-seen = []
-def step(function, *tag):
-    assert function(*tag) is None
-    seen.append(states("nccl", "a", "b"))
-step(saver.pause)  # nothing there yet
-with saver.region("a"), saver.region("b"):
-    pass
-for tag in [("a",), ("a",), ("unknown",), ("nccl",), (None,)]:
-    step(saver.pause, *tag)
-for tag in [("unknown",), ("b",), ("nccl",), (), ()]:
-    step(saver.resume, *tag)
-show(seen)
-"""
-    active, paused = "ACTIVE", "PAUSED"
-    assert result(script, folder) == [
-        [active, "OFF", "OFF"],
-        *[[active, paused, active]] * 4,
-        *[[active, paused, paused]] * 2,
-        *[[active, paused, active]] * 2,
-        *[[active, active, active]] * 2,
-    ]
-
-
-def test_a_failed_resume_is_an_exception_and_can_be_repeated(folder: Path) -> None:
-    script = """
-with saver.region("weights"):
-    kept = torch.empty(10)
-saver.pause()
-libc = ctypes.CDLL(None)
-libc.setenv(b"FAKE_RESUME", b"9", 1)
-try:
-    saver.resume()
-except torch.cuda.OutOfMemoryError as error:
-    libc.unsetenv(b"FAKE_RESUME")
-    saver.resume()
-    show([isinstance(error, amem.OutOfMemoryError), states("weights")])
-"""
-    assert result(script, folder) == [True, ["ACTIVE"]]
 
 
 def test_get_cpu_backup_is_of_paused_tensors(folder: Path) -> None:
@@ -271,74 +207,6 @@ show(seen)
     assert result(script, folder, FAKE_SPLIT="1") == expected
 
 
-def test_a_backup_is_retained_until_the_next_pause(folder: Path) -> None:
-    script = """
-with saver.region("weights", enable_cpu_backup=True):
-    tensor = torch.empty(4).write(bytes(range(4)))
-seen, places = [], set()
-def look():
-    for zero_copy in (False, True):
-        backup = saver.get_cpu_backup(tensor, zero_copy)
-        seen.append(backup and backup.read())
-        if backup and zero_copy:
-            places.add(backup.data_ptr())
-            pointer = cdll().tms_get_cpu_backup_pointer(tensor.data_ptr(), 4)
-            places.add(ctypes.cast(pointer, ctypes.c_void_p).value)
-saver.retain_cpu_backup = True
-for value in (1, 2):
-    tensor.write(bytes([value] * 4))
-    saver.pause()
-    saver.resume()
-    tensor.write(bytes([value + 10] * 4))
-    look()
-seen.append(tensor.read())
-saver.retain_cpu_backup = False
-look()
-saver.pause()
-saver.resume()
-look()
-show([seen, len(places), bool(cdll().tms_get_cpu_backup_pointer(tensor.data_ptr(), 4))])
-"""
-    one, two, twelve = [1] * 4, [2] * 4, [12] * 4
-    assert result(script, folder) == [[one, one, two, two, twelve, two, two, None, None], 1, False]
-
-
-def test_what_is_freed_of_a_pool_that_is_popped_goes_back(folder: Path) -> None:
-    """Its tests do so, by the names of its internals."""
-    script = """
-def run():
-    with saver.region("weights", enable_cpu_backup=True):
-        tensor = torch.empty(10)
-    pool = saver._impl._mem_pools.pop(("weights", True, False, "pinned", 0))
-    with saver._impl._with_region_config(tag="weights", enable_cpu_backup=True, cpu_backup_backend="pinned"):
-        seen = [cdll().tms_get_current_tag().decode(), cdll().tms_get_enable_cpu_backup()]
-        del tensor, pool
-        torch.cuda.empty_cache()
-    return seen
-seen = run()
-show([*seen, bytes_of("weights", 1), cdll().tms_get_interesting_region()])
-"""
-    assert result(script, folder) == ["weights", True, 0, False]
-
-
-def test_the_cuda_runtime_is_found_through_its_library(folder: Path, tmp_path: Path) -> None:
-    source, target = tmp_path / "cudart.c", tmp_path / "runtime.so"
-    source.write_text("int cudaHostGetFlags(void) { return 42; }")
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-Wl,-soname,libcudart.so.13", "-o", str(target), str(source)],
-        check=True,
-        timeout=60,
-    )
-    script = f"""
-saver._ensure_initialized()
-seen = [hasattr(cdll(), "tms_nothing")]
-runtime = ctypes.CDLL({str(target)!r})
-cdll().cudaHostGetFlags.argtypes = []
-show([*seen, cdll().cudaHostGetFlags(), hasattr(cdll(), "cudaNothing")])
-"""
-    assert result(script, folder) == [False, 42, False]
-
-
 def test_backends_that_other_devices_lack(folder: Path) -> None:
     script = """
 import torch_memory_saver.entrypoint as entrypoint
@@ -362,120 +230,6 @@ show(seen)
     assert len(xpu) == 2 and all("not supported on XPU" in message for message in xpu)
 
 
-def test_a_resume_gives_the_host_memory_of_mmap_back(folder: Path) -> None:
-    script = """
-for tag, arguments in [
-    ("pinned", {"enable_cpu_backup": True, "cpu_backup_backend": "pinned"}),
-    ("plain", {"enable_cpu_backup": True}),
-    ("mapped", {"enable_cpu_backup": True, "cpu_backup_backend": "mmap"}),
-    ("cache", {}),
-]:
-    with saver.region(tag, **arguments):
-        torch.empty(4)
-with saver.cuda_graph(torch.cuda.CUDAGraph(), tag="graph", enable_cpu_backup=True, cpu_backup_backend="mmap"):
-    pass
-for retain in (True, False):
-    saver.retain_cpu_backup = retain
-    saver.pause()
-    saver.resume("plain")
-    saver.resume()
-library = ctypes.CDLL("libamem_hook.so")
-library.fake_freed.restype = ctypes.c_char_p
-show(library.fake_freed().decode())
-"""
-    assert result(script, folder) == "[graph,mapped]"
-    everywhere = "[graph,mapped,plain]"
-    assert result(script, folder, TMS_INIT_CPU_BACKUP_BACKEND="mmap") == "[plain]" + everywhere
-
-
-def test_disable_gives_back_what_was_freed_inside(folder: Path) -> None:
-    script = """
-def ordinary():
-    return torch.cuda.memory_stats(0)["reserved_bytes.all.current"]
-with saver.region("weights"):
-    before = ordinary()
-    with saver.disable():
-        kept, freed = torch.empty(10), torch.empty(1000)
-        seen = [ordinary() - before, bytes_of("weights", 0)]
-        del freed
-    seen += [ordinary() - before, kept.write(b"1234567890").read()[-1]]
-    torch.empty(100)
-    seen.append(bytes_of("weights", 0))
-with saver.disable():
-    pass
-show(seen)
-"""
-    assert result(script, folder) == [1010, 0, 10, ord("0"), 100]
-
-
-def test_get_cpu_backup_of_what_has_none_is_an_exception(folder: Path) -> None:
-    script = """
-with saver.region("cache"):
-    tensor = torch.empty(4)
-saver.pause()
-try:
-    show(saver.get_cpu_backup(tensor, zero_copy=True))
-except amem.AmemError as error:
-    show(str(error))
-"""
-    assert result(script, folder) == "fake: status 7"
-
-
-def test_cuda_graph_with_the_arguments_of_its_callers(folder: Path) -> None:
-    script = """
-pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-for graph in graphs:
-    with saver.cuda_graph(cuda_graph=graph, pool=pool, stream=stream, capture_error_mode="relaxed"):
-        torch.empty(10)
-with saver.cuda_graph(torch.cuda.CUDAGraph(), tag="graph", enable_cpu_backup=True, cpu_backup_backend="pinned"):
-    torch.empty(7)
-show([bytes_of("default", 0), bytes_of("graph", 1)])
-"""
-    assert result(script, folder) == [10, 7]
-
-
-def test_the_functions_of_its_library_switch_the_region(folder: Path) -> None:
-    script = """
-kept, seen = [], []
-def here():
-    return [cdll().tms_get_interesting_region(), cdll().tms_get_current_tag().decode(),
-            cdll().tms_get_enable_cpu_backup(), cdll().tms_get_enable_disk_backup()]
-with saver.region("weights", enable_cpu_backup=True):
-    seen.append(here())
-    before = cdll().tms_get_interesting_region()
-    cdll().tms_set_interesting_region(False)
-    seen.append(here())
-    kept.append(torch.empty(1))
-    cdll().tms_set_interesting_region(before)
-    kept.append(torch.empty(10))
-    cdll().tms_set_current_tag(b"chunk")
-    kept.append(torch.empty(100))
-    cdll().tms_set_enable_cpu_backup(False)
-    kept.append(torch.empty(1000))
-    seen.append(here())
-seen.append(here())
-kept.append(torch.empty(1))
-saver._impl._binary_wrapper.set_config(
-    tag="base", interesting_region=True, enable_cpu_backup=False, enable_disk_backup=True)
-kept.append(torch.empty(10000))
-with saver.region("inner"):
-    kept.append(torch.empty(100000))
-kept.append(torch.empty(10000))
-cdll().tms_set_interesting_region(False)
-kept.append(torch.empty(1))
-show([seen, bytes_of("weights", 1), bytes_of("chunk", 1), bytes_of("chunk", 0), bytes_of("base", 2),
-      bytes_of("inner", 0)])
-"""
-    seen = [
-        [True, "weights", True, False],
-        [False, "weights", True, False],
-        [True, "chunk", False, False],
-        [False, "default", False, False],
-    ]
-    assert result(script, folder) == [seen, 10, 100, 1000, 20000, 100000]
-
-
 def test_callers_see_whether_it_was_used_in_this_process(folder: Path) -> None:
     """They switch the region off and on around what must be ordinary memory, unless _impl is None."""
     script = """
@@ -487,19 +241,6 @@ seen.append(torch_memory_saver.TorchMemorySaver()._impl)
 show(seen)
 """
     assert result(script, folder) == [None, True, None]
-
-
-def test_the_pause_functions_of_its_library(folder: Path) -> None:
-    script = """
-with saver.region("weights", enable_cpu_backup=True):
-    tensor = torch.empty(4).write(bytes(range(4)))
-def pointer(tensor):
-    return cdll().tms_get_cpu_backup_pointer(ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_uint8)), 4)
-seen = [bool(pointer(tensor)), cdll().tms_pause(b"weights"), states("weights"), pointer(tensor)[:4],
-        bool(pointer(torch.empty(4))), cdll().tms_resume(None), states("weights")]
-show(seen)
-"""
-    assert result(script, folder) == [False, 0, ["PAUSED"], [0, 1, 2, 3], False, 0, ["ACTIVE"]]
 
 
 def test_settings(folder: Path) -> None:
@@ -603,25 +344,6 @@ show([inside, os.environ["SET"], "UNSET" in os.environ, is_xpu(), get_device(), 
 INIT = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
 
 
-def test_init_enable_is_a_region_of_all_threads(folder: Path) -> None:
-    script = """
-from fake_torch import backward
-kept, seen = [torch.empty(1)], []
-def work(size):
-    seen.append(cdll().tms_get_interesting_region())
-    kept.append(torch.empty(size))
-thread = threading.Thread(target=work, args=(10,))
-thread.start()
-thread.join()
-backward(lambda: work(100))
-with saver.region("grads"):
-    kept.append(torch.empty(1000))
-kept.append(torch.empty(10000))
-show([seen, bytes_of("default", 1), bytes_of("grads", 0), cdll().tms_get_current_tag().decode()])
-"""
-    assert result(script, folder, **INIT) == [[True, True], 10111, 1000, "default"]
-
-
 def test_init_enable_and_what_is_ordinary(folder: Path) -> None:
     """Of the thread that says so alone, and of its backward()."""
     script = """
@@ -665,44 +387,6 @@ if child == 0:
 show([seen, os.waitpid(child, 0)[1], bytes_of("default", 1)])
 """
     assert result(script, folder, **INIT) == [[False, True, False, ["OFF"]], 0, 1]
-
-
-def test_init_enable_where_cuda_has_started(folder: Path) -> None:
-    script = (
-        "import torch\nordinary, cached = torch.empty(10), torch.empty(20)\ndel cached\n"
-        + HELPERS
-        + """
-kept = torch.empty(20)
-with saver.disable():
-    torch.cuda.current_blas_handle()
-show([bytes_of("default", 1)])
-"""
-    )
-    assert fake_library.result(INSTALL + fake_torch.PRELUDE + script, folder, **INIT) == [20]
-
-
-def test_init_enable_pauses_all_of_it(folder: Path) -> None:
-    """What torch has cached too, and it is there again after a resume."""
-    script = """
-kept = torch.empty(4).write(bytes(range(4)))
-torch.empty(1000)
-saver.pause()
-paused = [kept.read(), saver.get_cpu_backup(kept).read(), bytes_of("default", 1)]
-before = torch.cuda.memory_stats(0)["reserved_bytes.all.current"]
-with saver.disable():
-    buffer = torch.empty(4).write(bytes(4))
-    torch.cuda.current_blas_handle()
-    ordinary = buffer.read()
-    del buffer
-after = torch.cuda.memory_stats(0)["reserved_bytes.all.current"]
-saver.resume()
-show([paused, ordinary, after - before, kept.read(), states("default"), bytes_of("default", 1)])
-"""
-    contents = [0, 1, 2, 3]
-    # A workspace that is not there before is ordinary memory, and stays.
-    assert result(script, folder, **INIT) == [
-        [[0xDD] * 4, contents, 1004], [0] * 4, 8, contents, ["ACTIVE"], 1004
-    ]  # fmt: skip
 
 
 def test_init_enable_with_mmap_gives_host_memory_back(folder: Path) -> None:

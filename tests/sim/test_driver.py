@@ -125,6 +125,64 @@ def test_memory_outlives_a_killed_owner_until_the_importer_unmaps_it(start: Star
     importer.finish()
 
 
+class IPCHandle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+
+
+def open_ipc(driver: Driver, handle: IPCHandle, address: U64) -> int:
+    # A struct of this size is passed on the stack, as ctypes does it.
+    return driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, 1)
+
+
+def run_ipc_owner(peer: Peer) -> None:
+    driver = Driver()
+    block = driver.alloc(3 * MIB)
+    driver.write(block, b"owner's words")
+    handle, again = IPCHandle(), U64()
+    driver.do("cuIpcGetMemHandle", ctypes.byref(handle), U64(block + MIB))
+    assert open_ipc(driver, handle, again) == INVALID_CONTEXT, "not in the process that made it"
+    virtual = driver.map(driver.create())
+    assert driver.call("cuIpcGetMemHandle", ctypes.byref(IPCHandle()), U64(virtual)) == INVALID_VALUE
+    peer.send(bytes(handle.bytes).hex())
+    peer.receive()
+    peer.send(driver.read(block + 2 * MIB, 5).decode())
+    assert driver.call("cuMemFree_v2", U64(block)) == 0
+    peer.send(driver.used())
+    peer.receive()
+    assert driver.used() == GRAIN
+    assert driver.call("cuIpcCloseMemHandle", U64(block)) == INVALID_VALUE
+
+
+def run_ipc_importer(peer: Peer) -> None:
+    driver = Driver()
+    handle = IPCHandle.from_buffer_copy(bytes.fromhex(peer.value()))
+    opened, again = U64(), U64()
+    assert open_ipc(driver, handle, opened) == 0
+    assert driver.read(opened.value, 13) == b"owner's words"
+    driver.write(opened.value + 2 * MIB, b"reply")
+    assert driver.call("cuMemFree_v2", opened) == INVALID_VALUE, "it is not this process's to free"
+    peer.send()
+    peer.receive()
+    assert driver.read(opened.value, 13) == b"owner's words", "it lives as long as it is open"
+    assert driver.call("cuIpcCloseMemHandle", opened) == 0
+    assert open_ipc(driver, handle, again) == INVALID_VALUE, "the memory is gone"
+    peer.send()
+
+
+def test_cudas_ipc_shares_memory_of_cumemalloc(start: Start) -> None:
+    owner, importer = start(run_ipc_owner), start(run_ipc_importer)
+    importer.send(owner.value())
+    importer.receive()
+    owner.send()
+    assert owner.value() == "reply"
+    assert owner.value() == 3 * MIB + GRAIN
+    importer.send()
+    importer.receive()
+    owner.send()
+    owner.finish()
+    importer.finish()
+
+
 def run_export_and_end(peer: Peer) -> None:
     driver = Driver()
     handle = driver.create()
@@ -608,6 +666,58 @@ def run_graph(peer: Peer) -> None:
 
 def test_graphs_replay_what_was_captured(start: Start) -> None:
     start(run_graph).finish()
+
+
+def run_capture_info(peer: Peer) -> None:
+    driver = Driver()
+    stream, block = driver.stream(), driver.alloc(64)
+    status, number, count = ctypes.c_int(), U64(), Size(9)
+    graph, nodes = Pointer(), Pointer()
+
+    def ask() -> list[int]:
+        driver.do(
+            "cuStreamGetCaptureInfo_v3",
+            stream,
+            ctypes.byref(status),
+            ctypes.byref(number),
+            ctypes.byref(graph),
+            ctypes.byref(nodes),
+            None,
+            ctypes.byref(count),
+        )
+        return [status.value, int(count.value)]
+
+    assert ask()[0] == 0
+    seen = []
+    for _ in range(2):
+        driver.do("cuStreamBeginCapture_v2", stream, 0)
+        assert ask() == [1, 0]
+        driver.do("cuMemsetD8Async", U64(block), 1, Size(64), stream)
+        driver.do("cuMemsetD8Async", U64(block), 2, Size(64), stream)
+        assert ask() == [1, 1], "one after the other"
+        seen.append(number.value)
+        driver.do("cuStreamEndCapture", stream, ctypes.byref(graph))
+        driver.do("cuGraphGetNodes", graph, None, ctypes.byref(count))
+        assert count.value == 2
+    assert seen[0] != seen[1], "each capture has a number of its own"
+
+
+def test_a_capture_says_what_it_is(start: Start) -> None:
+    start(run_capture_info).finish()
+
+
+def run_context_state(peer: Peer) -> None:
+    driver = Driver()
+    flags, active = ctypes.c_uint(9), ctypes.c_int(9)
+    seen = []
+    for device in (0, 1):
+        driver.do("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
+        seen.append(active.value)
+    assert seen == [1, 0]
+
+
+def test_a_context_is_active_where_it_was_made(start: Start) -> None:
+    start(run_context_state).finish()
 
 
 def run_pinned(peer: Peer) -> None:
