@@ -135,8 +135,8 @@ def only_paused(tag: str, of: list[Block], others: list[Block]) -> None:
 def region(tag: str, backup: str = "cpu") -> dict[str, Any]:
     """The statistics of a region."""
     empty = {"allocations": 0, "allocated_bytes": 0, "device_bytes": 0, "host_bytes": 0}
-    found = [entry for entry in amem.stats().get("regions", []) if (entry["tag"], entry["backup"]) == (tag, backup)]
-    return found[0] if found else empty
+    found = [entry for entry in amem.stats()["regions"] if (entry["tag"], entry["backup"]) == (tag, backup)]
+    return dict(found[0]) if found else empty
 
 
 def segments(device: int = 0) -> list[Any]:
