@@ -6,7 +6,10 @@
  */
 #include <stdlib.h>
 
-/* Some programs read the file for this name, to learn whether there are backups on disk. */
-__attribute__((used)) static const char variables[] = "TMS_INIT_ENABLE_DISK_BACKUP";
+/*
+ * Some programs read the file for this name, to learn whether there are backups on disk.
+ * It is exported so that no linker takes it for unused.
+ */
+__attribute__((visibility("default"))) const char amem_preload_variables[] = "TMS_INIT_ENABLE_DISK_BACKUP";
 
 __attribute__((constructor)) static void wish(void) { setenv("AMEM_COMPAT_TMS", "1", 0); }

@@ -105,6 +105,7 @@ def test_wheel_holds_the_package_and_nothing_else(archive: zipfile.ZipFile, dist
         "amem/include/amem.h",
         "amem/lib/libamem_hook.so",
         "amem/lib/libamem_nccl.so",
+        "amem/lib/torch_memory_saver_hook_mode_preload.abi3.so",
         "amem/sim/libcuda.so.1",
         "amem/sim/libnccl.so.2",
     }
