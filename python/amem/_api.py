@@ -13,7 +13,7 @@ from typing import Any, TypedDict, cast
 
 from . import _library
 from ._library import enable
-from .errors import InternalError, NoNcclError
+from .errors import AmemError, ForkedError, InternalError, NoNcclError
 
 NCCL = "nccl"  # the tag of NCCL's memory
 
@@ -258,6 +258,12 @@ def _check_nccl(library: ctypes.CDLL) -> None:
     if stands in (State.ACTIVE, State.PAUSED) or not _torch_has_communicator():
         return
     if stands is State.OFF:
+        try:
+            _transit(library, "pause", NCCL.encode())  # which fails, since it is off
+        except ForkedError:
+            raise
+        except AmemError:
+            pass  # what follows says more
         raise _library.not_enabled(
             "torch.distributed uses NCCL, and amem is not enabled in this process, so a pause would leave NCCL's "
             "memory: name the tags to pause regions alone; otherwise call amem.enable(), or set AMEM_ENABLE=1, before "

@@ -139,7 +139,7 @@ def connecting_steps(params: dict[str, Any]) -> list[Step]:
 
 
 def turn_held_step(rounds: int, params: dict[str, Any]) -> Step:
-    step = Step("connecting while the turn is held", "turn_held", {"rounds": 2 * rounds, **params})
+    step = Step("connecting while the turn is held", "turn_held", {"rounds": rounds, **params}, deadline=90)
     step.env["AMEM_HOST_PREALLOC"] = "1"
     return step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import amem
@@ -100,4 +101,21 @@ def test_a_pause_of_all_is_refused_where_regions_are_and_nccl_is_not_hooked() ->
     with amem.paused("weights") as done:
         assert done.tags == ("weights",)
         assert full - blocks.used() == done.bytes > 0
+    block.check()
+
+
+def test_a_child_of_fork_is_told_so() -> None:
+    with amem.region("weights"):
+        block = Block(MB)
+    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.all_reduce(torch.empty(4, device="cuda"))
+    child = os.fork()
+    if child == 0:
+        try:
+            amem.pause()
+        except amem.ForkedError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     block.check()
