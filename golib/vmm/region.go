@@ -316,8 +316,15 @@ func (s *Space) LetGo(owner peer.Identity, blocks []uint64, stands func() bool) 
 		return peer.ErrOver
 	}
 	s.mu.Lock()
-	s.letGos++
 	mapped := s.of(owner, blocks)
+	for _, b := range mapped {
+		if b.mem.live && b.mem.keep != "" { // it would go on with the memory that was the owner's
+			defer s.mu.Unlock()
+			return errors.New("the memory is registered with a network interface, or bound to a multicast object, " +
+				"in the process that has opened it: deregister it there first")
+		}
+	}
+	s.letGos++
 	s.mu.Unlock()
 	return s.AnyDevice(func() error {
 		for _, b := range mapped {
