@@ -135,6 +135,7 @@ type link struct {
 
 	stops      uint64 // the last pause that they started
 	readies    uint64 // the last pause that they ended or retracted
+	since      uint64 // their last pause that was over when they fetched memory of ours that they had not
 	met        uint64 // their last pause that ours has taken into account
 	generation uint64 // of their memory, as of their last kindReady
 

@@ -9,6 +9,18 @@ import (
 	"amem/golib/simtest"
 )
 
+// endConnections ends the connections at which steps were counted.
+func endConnections() {
+	sockets.Lock()
+	defer sockets.Unlock()
+	for c := range sockets.conns {
+		if c != nil { // else of a step before it was made
+			_ = c.CloseRead()
+			_ = c.CloseWrite()
+		}
+	}
+}
+
 // The connections between an owner and a borrower end, and neither has: the borrower lets go
 // for the owner's next pause as before, and does not keep the memory of before it, which, of a
 // tag without backup, alone shows.
@@ -21,14 +33,7 @@ func TestConnectionsEndAndNoProcess(t *testing.T) {
 	watchSockets(t, s.owner.regions.share.node, s.borrower.regions.share.node)
 	own := s.owner.torch(t, s.region, 8*mib, 1)
 	theirs := shares(t, s.owner, s.borrower, own)
-	sockets.Lock()
-	for c := range sockets.conns {
-		if c != nil { // else of a step before it was made
-			_ = c.CloseRead()
-			_ = c.CloseWrite()
-		}
-	}
-	sockets.Unlock()
+	endConnections()
 	time.Sleep(100 * time.Millisecond) // they notice
 	require.NoError(t, s.owner.Pause("kv_cache"))
 	require.Zero(t, simtest.Used(t, 0), "what the borrower maps still is not free")

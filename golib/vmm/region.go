@@ -151,6 +151,14 @@ func (s *Space) Shared() []uint64 {
 	return list
 }
 
+// Lendable lists those of them that have memory now.
+func (s *Space) Lendable() []uint64 {
+	list := s.Shared()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.DeleteFunc(list, func(id uint64) bool { return s.blocks[id] == nil || !s.blocks[id].mem.live })
+}
+
 // Owns tells whether the block is this process's and in this Space.
 func (s *Space) Owns(block uint64) bool {
 	s.mu.Lock()
