@@ -135,6 +135,7 @@ type link struct {
 
 	stops      uint64 // the last pause that they started
 	readies    uint64 // the last pause that they ended or retracted
+	since      uint64 // their last pause that was over when they fetched memory of ours that they had not
 	met        uint64 // their last pause that ours has taken into account
 	generation uint64 // of their memory, as of their last kindReady
 
@@ -149,6 +150,7 @@ type link struct {
 
 	unsettled unsettled
 
+	gaveUp   map[uint64]uint64 // blocks of ours: the number of their last fetch of which they say that they map nothing
 	mapped   map[uint64]uint64 // blocks of ours that they may have mapped now: the number of their last fetch that was answered
 	kept     map[uint64]bool   // those that they say they keep
 	unmapped unmapped          // what is to be said of theirs
@@ -411,7 +413,7 @@ func (n *Node) lost(who Identity) {
 		l := n.link(who)
 		l.gone = true
 		l.exports, l.told, l.recalled = map[uint64]bool{}, map[uint64]uint64{}, map[uint64]uint64{}
-		l.mapped, l.kept = nil, nil
+		l.mapped, l.kept, l.gaveUp = nil, nil, nil
 		l.unsettled.forget()
 		n.unusedBlocks(who.ID, func(uint64) bool { return true })
 		for _, c := range l.idle {
@@ -618,6 +620,7 @@ func (n *Node) Freed(block uint64) {
 			delete(l.exports, block)
 			delete(l.told, block)
 			delete(l.mapped, block)
+			delete(l.gaveUp, block)
 			delete(l.kept, block)
 			delete(l.recalled, block)
 		}

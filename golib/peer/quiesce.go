@@ -117,12 +117,13 @@ func (n *Node) Quiesce(ctx context.Context) (relied []Identity, err error) {
 }
 
 // StayStopped is a Quiesce of a process that has stopped already: it tells nobody
-// anything new, and when it fails it takes nothing back.
+// anything new, and when it fails it takes nothing back. A pause of a neighbour's that was
+// over when it fetched memory says nothing about that.
 func (n *Node) StayStopped(ctx context.Context) error {
 	return n.wait(ctx, func() []Identity {
 		var list []Identity
 		for _, l := range n.neighbours() {
-			if !l.stopped() && l.stops <= l.met {
+			if !l.stopped() && l.stops <= max(l.met, l.since) {
 				list = append(list, l.who)
 			}
 		}

@@ -246,6 +246,12 @@ func (l *link) take(m message) (added []uint64) {
 			added = append(added, b)
 		}
 	}
+	if len(added) > 0 {
+		l.since = l.stops
+		if l.stopped() {
+			l.since--
+		}
+	}
 	return added
 }
 

@@ -84,13 +84,16 @@ func (n *Node) sayUnmapped(l *link, try int) (more bool) {
 	return l.unmapped.talking
 }
 
-// handedOut notes that a process has got the blocks, with its fetch of the number. mu
-// is held.
+// handedOut notes that a process has got the blocks, with its fetch of the number, unless
+// it has said already that it maps nothing of that. mu is held.
 func (l *link) handedOut(blocks []uint64, number uint64) {
 	if l.mapped == nil {
 		l.mapped, l.kept = map[uint64]uint64{}, map[uint64]bool{}
 	}
 	for _, b := range blocks {
+		if !l.exports[b] || number <= l.gaveUp[b] {
+			continue
+		}
 		l.mapped[b] = max(l.mapped[b], number)
 		delete(l.kept, b)
 	}
@@ -99,6 +102,12 @@ func (l *link) handedOut(blocks []uint64, number uint64) {
 // heard takes in what an Unmapped of the process says. mu is held.
 func (l *link) heard(m message) {
 	for _, part := range m.Parts {
+		if l.told[part[0]] != 0 { // else nothing of it is on its way
+			if l.gaveUp == nil {
+				l.gaveUp = map[uint64]uint64{}
+			}
+			l.gaveUp[part[0]] = max(l.gaveUp[part[0]], part[1])
+		}
 		if at, is := l.mapped[part[0]]; is && part[1] >= at {
 			delete(l.mapped, part[0])
 			delete(l.kept, part[0])

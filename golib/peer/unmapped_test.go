@@ -126,3 +126,31 @@ func TestUnmappedInBatches(t *testing.T) {
 	a.Unmapped(owner.Self(), 0, append(all, 2), nil)
 	require.Eventually(t, func() bool { return len(owner.holdersOf(t, 1, 2, 3)[a.Self().ID]) == 1 }, 20*second, time.Millisecond)
 }
+
+// A fetch is answered when its sender has given it up, and has said so: nobody maps what
+// was answered.
+func TestFetchIsAnsweredTooLate(t *testing.T) {
+	for name, over := range map[string]message{
+		"dropped":  {Kind: kindDrop, Blocks: []uint64{1}, Number: 4},
+		"unmapped": {Kind: kindUnmapped, Parts: []Part{{1, 3}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			owner := newProcess(t, 0, 2)
+			who := pretend(t, message{Kind: kindHello, Version: protocolVersion})
+			ask := func(m message) {
+				_, fds, err := owner.answer(context.Background(), who, m)
+				require.NoError(t, err)
+				closeAll(fds)
+			}
+			ask(message{Kind: kindFetch, Blocks: []uint64{2}, Number: 1})
+			if over.Kind == kindUnmapped { // else it says drop too
+				ask(message{Kind: kindFetch, Blocks: []uint64{1}, Number: 2})
+			}
+			ask(over)
+			ask(message{Kind: kindFetch, Blocks: []uint64{1}, Number: 3})
+			require.Equal(t, map[ID][]uint64{who.ID: {2}}, owner.holdersOf(t, 1, 2))
+			ask(message{Kind: kindFetch, Blocks: []uint64{1}, Number: 5})
+			require.Equal(t, map[ID][]uint64{who.ID: {1, 2}}, owner.holdersOf(t, 1, 2), "fetched since")
+		})
+	}
+}

@@ -349,7 +349,7 @@ func (r *Region) dropStore(ready func() error) error {
 
 func (r *Region) pause() (done Transition, err error) {
 	done, err = r.vacate()
-	if err != nil && !r.isPaused() {
+	if err != nil {
 		err = errors.Join(err, r.session.within(r.lend))
 	}
 	return done, err
@@ -376,7 +376,7 @@ func (r *Region) vacate() (done Transition, err error) {
 		return err
 	})
 	defer func() {
-		if !r.isPaused() {
+		if err != nil {
 			r.over.Store(r.recall)
 		}
 	}()
@@ -402,11 +402,11 @@ func (r *Region) vacate() (done Transition, err error) {
 	return Transition{Changed: true, Bytes: p.Released, Copied: p.Copied}, nil
 }
 
-// lend makes those who have opened memory of the region map it again, if they were
-// told to let go of it and not yet of the end of that. The caller does not have the
+// lend makes those who have opened memory of the region map what is there of it again, if
+// they were told to let go of it and not yet of the end of that. The caller does not have the
 // turn: they may wait for theirs, and somebody for this one.
 func (r *Region) lend(ctx context.Context) error {
-	return r.session.regions.share.node.Return(ctx, r.over.Load(), r.space.Shared())
+	return r.session.regions.share.node.Return(ctx, r.over.Load(), r.space.Lendable())
 }
 
 func (r *Region) resume() (done Transition, err error) {

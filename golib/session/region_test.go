@@ -352,6 +352,19 @@ func TestRegionKeepsWhatANICUses(t *testing.T) {
 	p.give(t, r, b, free)
 }
 
+// Memory that a NIC of a borrower uses can't be let go: after the owner's resume the NIC
+// would write to what is not the owner's memory any more. The owner's pause says so.
+func TestBorrowerKeepsWhatItsNICUses(t *testing.T) {
+	s := newShared(t, BackupCPU)
+	number := s.borrower.Keep(s.theirs[0].at, s.theirs[0].size, vmm.KeepNIC, false)
+	require.NotZero(t, number)
+	require.ErrorContains(t, s.owner.Pause("weights"), "registered with a network interface")
+	s.mapped(t)
+	s.borrower.Registered(number, 0)
+	s.cycle(t)
+	s.end(t)
+}
+
 // shares makes the second process open a buffer of the first.
 func shares(t *testing.T, owner, borrower *process, b buffer) buffer {
 	t.Helper()

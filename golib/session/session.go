@@ -550,6 +550,13 @@ func (s *Session) refresh() error {
 	if !behind && !s.space.Stale(s.node.Generation) {
 		return nil
 	}
+	// What is replaced is unmapped first: a kernel from before it was may use it still.
+	if err := s.within(s.launched); err != nil {
+		return err
+	}
+	if err := s.within(s.space.Synchronize); err != nil {
+		return fmt.Errorf("synchronize: %w", err)
+	}
 	return s.meet()
 }
 

@@ -39,7 +39,10 @@ type block struct {
 }
 
 // awaited is a part of a slab that was freed, and the number of the chunk that it was.
-type awaited struct{ size, number uint64 }
+type awaited struct {
+	size, number uint64
+	claimed      bool // by a peer, since who maps the slab was asked
+}
 
 // attaching is held while an imported block's memory is mapped, and from when the
 // block ends until it is unmapped: see window.attaching.

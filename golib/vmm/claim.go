@@ -50,13 +50,16 @@ func (s *Space) Outlived(chunks []peer.Chunk) []peer.Chunk {
 	return freed
 }
 
-// stands tells whether the chunk is there, or waits for its peers. mu is held.
+// stands tells whether the chunk is there, or waits for its peers, who are asked again
+// then. mu is held.
 func (s *Space) stands(c peer.Chunk) bool {
 	b := s.blocks[c[0]]
 	if b == nil {
 		return false
 	}
 	if part, freed := b.awaited[c[1]]; freed {
+		part.claimed = part.claimed || part.number == c[2]
+		b.awaited[c[1]] = part
 		return part.number == c[2]
 	}
 	h := b.handleAt(c[1])

@@ -2,6 +2,7 @@ package vmm
 
 import (
 	"context"
+	"sync"
 	"testing"
 	"time"
 
@@ -139,6 +140,40 @@ func TestFreedWhileItIsClaimed(t *testing.T) {
 	close(goOn)
 	require.NoError(t, p.importer.Arrived(context.Background()))
 	require.Equal(t, Here, p.importer.Imports(p.generation))
+	require.True(t, simtest.Holds(b.at, 1, b.size))
+	p.imported = append(p.imported, b)
+	p.theirs = append(chunks[1:], next)
+	p.end(t)
+}
+
+// A peer has said that it does not use what is freed, and imports and claims it before its
+// owner has heard that: the owner asks again.
+func TestClaimedBeforeTheAnswerIsHeard(t *testing.T) {
+	p, chunks, fd := full(t)
+	other := exportFD(t, p.owner, chunks[1].handle)
+	p.imported = append(p.imported, importFD(t, p.importer, other, 4*mib))
+	closeFD(t, other)
+	answered, goOn, heard := make(chan struct{}), make(chan struct{}), make(chan struct{}, 2)
+	var once sync.Once
+	p.settling = func() {
+		once.Do(func() {
+			close(answered)
+			<-goOn
+		})
+		heard <- struct{}{}
+	}
+	n := nccl{Space: p.owner}
+	n.mustFree(t, chunks[0])
+	<-answered
+	b := begin(t, p.importer, fd, 4*mib)
+	require.NoError(t, p.importer.Arrived(context.Background()))
+	ready := p.importer.Imports(p.generation)
+	close(goOn)
+	<-heard
+	time.Sleep(20 * time.Millisecond)
+	next := n.mustAllocate(t, 4*mib)
+	require.True(t, ready == Stale || next.at != chunks[0].at, "the importer's kernels write there")
+	require.Equal(t, Here, ready)
 	require.True(t, simtest.Holds(b.at, 1, b.size))
 	p.imported = append(p.imported, b)
 	p.theirs = append(chunks[1:], next)

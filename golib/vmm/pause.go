@@ -243,7 +243,11 @@ func (s *Space) Vacate(store offload.Store) (p Paused, err error) {
 		return nil
 	})
 	if err != nil {
-		return p, errors.Join(err, s.putBack(released), s.waitStreams())
+		err = errors.Join(err, s.putBack(released), s.waitStreams())
+		if s.options.Discard && p.Released > 0 {
+			err = fmt.Errorf("%w; %d bytes had been given back: they are back, but their contents are lost", err, p.Released)
+		}
+		return p, err
 	}
 	s.endUnusedSlabs(list)
 	done = true

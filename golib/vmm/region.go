@@ -151,6 +151,14 @@ func (s *Space) Shared() []uint64 {
 	return list
 }
 
+// Lendable lists those of them that have memory now.
+func (s *Space) Lendable() []uint64 {
+	list := s.Shared()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.DeleteFunc(list, func(id uint64) bool { return s.blocks[id] == nil || !s.blocks[id].mem.live })
+}
+
 // Owns tells whether the block is this process's and in this Space.
 func (s *Space) Owns(block uint64) bool {
 	s.mu.Lock()
@@ -316,8 +324,15 @@ func (s *Space) LetGo(owner peer.Identity, blocks []uint64, stands func() bool) 
 		return peer.ErrOver
 	}
 	s.mu.Lock()
-	s.letGos++
 	mapped := s.of(owner, blocks)
+	for _, b := range mapped {
+		if b.mem.live && b.mem.keep != "" { // it would go on with the memory that was the owner's
+			defer s.mu.Unlock()
+			return errors.New("the memory is registered with a network interface, or bound to a multicast object, " +
+				"in the process that has opened it: deregister it there first")
+		}
+	}
+	s.letGos++
 	s.mu.Unlock()
 	return s.AnyDevice(func() error {
 		for _, b := range mapped {

@@ -27,7 +27,7 @@ func (s *Space) retire(b *block, part span, exported bool, number uint64) {
 		if b.awaited == nil {
 			b.awaited = map[uint64]awaited{}
 		}
-		b.awaited[part.off] = awaited{part.size, number}
+		b.awaited[part.off] = awaited{size: part.size, number: number}
 		return
 	}
 	s.reclaim(b, part)
@@ -51,6 +51,14 @@ func (s *Space) Settled(part peer.Part) {
 		return
 	}
 	size := b.awaited[part[1]].size
+	if now := b.awaited[part[1]]; now.claimed { // who claims it may have said before that it does not use it
+		now.claimed = false
+		b.awaited[part[1]] = now
+		if !s.peers.Settle(part) {
+			s.mu.Unlock()
+			return
+		}
+	}
 	delete(b.awaited, part[1])
 	s.reclaim(b, span{part[1], size})
 	s.mu.Unlock()

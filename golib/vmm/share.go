@@ -542,8 +542,9 @@ func (s *Space) joined(m *memory) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, there := range s.imported() {
-		if there.live && *there.owner == *m.owner && there.home == m.home && there.size == m.size &&
-			there.generation == m.generation {
+		// What another group's process maps, its owner does not replace, as often as it pauses.
+		same := there.generation == m.generation || there.keep == KeepGroup
+		if there.live && *there.owner == *m.owner && there.home == m.home && there.size == m.size && same {
 			for _, b := range m.blocks {
 				if b.mem != there {
 					b.mem = there

@@ -690,6 +690,36 @@ func TestOtherGroupLetsGo(t *testing.T) {
 	empty(t, p.owner)
 }
 
+// What another group's process maps is in use there while its owner pauses and resumes: it
+// stays mapped when another part of the same memory is imported.
+func TestOtherGroupImportsMoreOfWhatItMaps(t *testing.T) {
+	p := newPair(t, 5)
+	fds := p.slabs(t, 2)
+	cycle := func() {
+		_, err := pause(p.owner, offload.NewArena(simtest.Driver()))
+		require.NoError(t, err)
+		_, err = resume(p.owner)
+		require.NoError(t, err)
+		p.announce(p.owner)
+	}
+	cycle() // the slabs are one memory now
+	p.promised(t, fds[0])
+	require.NoError(t, p.importer.Arrived(context.Background()))
+	more := nccl{Space: p.owner}.mustAllocate(t, 64*kib)
+	cycle() // it has been replaced, and not what the importer maps
+	unmapped := simtest.Calls(t, "cuMemUnmap")
+	p.promised(t, fds[1])
+	require.NoError(t, p.importer.Arrived(context.Background()))
+	require.Equal(t, Here, p.importer.Imports(p.generation))
+	require.Equal(t, unmapped, simtest.Calls(t, "cuMemUnmap"), "kernels may be using it")
+	filled(t, p.imported)
+	nccl{Space: p.importer}.mustFree(t, p.imported[0])
+	require.True(t, simtest.Holds(p.imported[1].at, 2, p.imported[1].size))
+	p.imported = p.imported[1:]
+	nccl{Space: p.owner}.mustFree(t, more)
+	p.end(t)
+}
+
 // A buffer that another group's process fetches after a resume keeps the memory that
 // it stands on, which is little where groups share memory, and not all slabs.
 func TestOtherGroupKeepsLittle(t *testing.T) {

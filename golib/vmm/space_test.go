@@ -39,6 +39,7 @@ type network struct {
 	// Called at each fetch of these blocks, before it is answered and after; nil: not.
 	fetching, fetched func(blocks []uint64)
 	claiming          func() // at each claim, before it is answered; nil: not
+	settling          func() // called when those who map a freed part have answered
 	claimError        error
 }
 
@@ -124,6 +125,9 @@ func (p port) Settle(part peer.Part) bool {
 		users := 0
 		for _, space := range others {
 			users += len(space.Held(p.self, []peer.Part{part}))
+		}
+		if p.settling != nil {
+			p.settling()
 		}
 		p.used(p.self, part, users)
 	}()
