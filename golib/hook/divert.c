@@ -46,18 +46,11 @@ static int copy_of(struct copies *copies, const struct object *object) {
     return copy;
 }
 
-struct change {
-    const struct object *object;
-    void *from, *to;
-};
-
-static void rebind(const struct object *object, void *arg) {
-    const struct change *change = arg;
-    /* What a library calls of itself is its own business. */
-    if (object->base != change->object->base) elf_rebind(object, change->from, change->to);
-}
-
+/* What a library calls of itself is its own business. */
 static void divert(const struct object *object, const struct function *functions, size_t n, struct copies *copies) {
+    enum { MOST = 9 };
+    struct rebinding list[MOST];
+    int count = 0;
     for (size_t i = 0; i < n; i++) {
         void *from = elf_find(object, functions[i].symbol);
         if (!from) continue; /* a release without it, or diverted already: then it is no function of this object */
@@ -70,14 +63,15 @@ static void divert(const struct object *object, const struct function *functions
                      functions[i].symbol);
             continue;
         }
-        struct change change = {object, from, functions[i].wrappers[copy]};
+        void *to = functions[i].wrappers[copy];
         __atomic_store_n(&functions[i].real[copy], from, __ATOMIC_RELEASE);
-        if (!elf_divert(object, change.from, change.to))
+        if (!elf_divert(object, from, to))
             log_line(LOG_ERROR,
                      "%s: its symbol table can't be written (a policy of SELinux?): who looks %s up in it goes past amem",
                      object->path, functions[i].symbol);
-        elf_each(rebind, &change);
+        if (count < MOST) list[count++] = (struct rebinding){from, to};
     }
+    if (count > 0) elf_rebind(object, list, count);
 }
 
 /* ---- NCCL's own suspension ---- */

@@ -353,3 +353,57 @@ def test_a_constructor_that_comes_to_the_hook(tmp_path: Path, flags: tuple[str, 
     enable = {"AMEM_ENABLE": "off"} if flags else {}
     env = environment(tmp_path, LD_PRELOAD=str(LIB / "libamem_hook.so"), **enable)
     assert run([str(program), str(slow)], env) == "right\n"
+
+
+# Libraries that another thread takes away while the hook looks through all that are loaded: the heavy one, which
+# comes before them, makes the look long. The hook does not see who calls dlopen and dlclose here.
+UNLOAD = """
+#include <dlfcn.h>
+#include <pthread.h>
+static volatile int over;
+static pthread_t thread;
+static char **paths;
+static void *unload(void *arg) {
+    void *libraries[20];
+    long times = 0;
+    for (; !over; times++) {
+        for (int i = 0; i < 20; i++) libraries[i] = dlopen(paths[i], RTLD_NOW);
+        for (int i = 0; i < 20; i++) dlclose(libraries[i]);
+    }
+    return (void *)times;
+}
+void begin_unloading(char **list) { paths = list, pthread_create(&thread, 0, unload, 0); }
+long end_unloading(void) {
+    void *times;
+    over = 1, pthread_join(thread, &times);
+    return (long)times;
+}
+"""
+LOOK = """
+#include <dlfcn.h>
+#include <stdio.h>
+void begin_unloading(char **list);
+long end_unloading(void);
+int main(int argc, char **argv) {
+    if (!dlopen(argv[1], RTLD_NOW)) return puts(dlerror());
+    begin_unloading(argv + 2);
+    for (int i = 22; i < argc; i++)
+        if (!dlopen(argv[i], RTLD_NOW)) return puts(dlerror());
+    dlsym(RTLD_DEFAULT, "puts");
+    puts(end_unloading() ? "right" : "nothing was unloaded");
+}
+"""
+
+
+def test_libraries_that_are_unloaded_meanwhile(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    (tmp_path / "program.c").write_text(LOOK)
+    unload = shared(tmp_path, "libunload.so", UNLOAD)
+    run(["gcc", f"{program}.c", str(unload), f"-Wl,-rpath,{tmp_path}", "-o", str(program), "-ldl"], os.environ)
+    table = 'void f(void) {{}} asm(".data\\n.balign 8\\n.rept {}\\n.quad f\\n.endr\\n.text");'
+    libraries = [shared(tmp_path, "libheavy.so", table.format(500_000))]
+    libraries += [shared(tmp_path, f"libgone{i}.so", table.format(8)) for i in range(20)]
+    libraries += [shared(tmp_path, f"libgdrapi.so.{i}", GDRCOPY) for i in range(4)]
+    env = environment(tmp_path, LD_PRELOAD=str(LIB / "libamem_hook.so"))
+    for _ in range(5):
+        assert run([str(program), *map(str, libraries)], env) == "right\n"
