@@ -135,11 +135,20 @@ static void *verbs_dereg_mr[COPIES], *mlx5_reg_dmabuf[COPIES], *gdr_pin[COPIES],
 /* The real function of a copy, and how it is called. */
 #define REAL(function, n, result, ...) ((result(*)(__VA_ARGS__))function[n])
 
+/*
+ * A call is under way on this thread. Of those that the library makes of itself
+ * meanwhile, which come here where it is bound lazily, nothing is noted.
+ */
+static __thread bool inside;
+
 /* Registers memory at an address, by a call that answers a struct ibv_mr *. */
 #define REGISTER(addr, length, call)                                             \
     do {                                                                         \
+        if (inside) return call;                                                 \
         uint64_t kept = driver_keep((uintptr_t)(addr), length, AMEM_KEEP_NIC);   \
+        inside = true;                                                           \
         void *mr = call;                                                         \
+        inside = false;                                                          \
         driver_registered(kept, (uintptr_t)mr);                                  \
         return mr;                                                               \
     } while (0)
@@ -147,8 +156,11 @@ static void *verbs_dereg_mr[COPIES], *mlx5_reg_dmabuf[COPIES], *gdr_pin[COPIES],
 /* The same, by a call that answers 0, and the registration in *handle. */
 #define PIN(addr, size, call)                                                    \
     do {                                                                         \
+        if (inside) return call;                                                 \
         uint64_t kept = driver_keep(addr, size, AMEM_KEEP_NIC);                  \
+        inside = true;                                                           \
         int failed = call;                                                       \
+        inside = false;                                                          \
         driver_registered(kept, failed ? 0 : *handle);                           \
         return failed;                                                           \
     } while (0)
@@ -156,8 +168,11 @@ static void *verbs_dereg_mr[COPIES], *mlx5_reg_dmabuf[COPIES], *gdr_pin[COPIES],
 /* Ends a registration, by a call that answers 0. */
 #define UNREGISTER(registration, call)                                           \
     do {                                                                         \
+        if (inside) return call;                                                 \
         uint64_t kept = driver_deregister((uintptr_t)(registration));            \
+        inside = true;                                                           \
         int failed = call;                                                       \
+        inside = false;                                                          \
         driver_registered(kept, failed ? (uintptr_t)(registration) : 0);         \
         return failed;                                                           \
     } while (0)

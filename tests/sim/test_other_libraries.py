@@ -273,6 +273,37 @@ def test_what_a_library_registers_that_looks_the_function_up(tmp_path: Path) -> 
     assert script(tmp_path, REGION + textwrap.dedent(body)) == ["True 1"]
 
 
+# rdma-core's ibv_reg_mr calls its own ibv_reg_mr_iova2, and where the library is bound lazily, as in some wheels, that
+# call is looked up too. Both answer the same registration.
+NESTED = """
+#include <stddef.h>
+#include <stdint.h>
+static int mr;
+void *ibv_reg_mr_iova2(void *pd, void *at, size_t size, uint64_t iova, unsigned access) { return &mr; }
+void *ibv_reg_mr(void *pd, void *at, size_t size, int access) { return ibv_reg_mr_iova2(pd, at, size, 0, access); }
+int ibv_dereg_mr(void *m) { return m != &mr; }
+"""
+
+
+@pytest.mark.parametrize("binding", ["now", "lazy"])
+def test_a_registration_that_is_made_of_another_ends_with_it(tmp_path: Path, binding: str) -> None:
+    verbs = shared(tmp_path / "verbs", "libibverbs.so.1", NESTED, f"-Wl,-z,{binding}")
+    body = f"""
+    registered = region(b"registered")
+    assert ctypes.CDLL(None).dlopen({str(verbs)!r}.encode(), os.RTLD_LAZY)  # CDLL of the path binds at once
+    verbs = ctypes.CDLL({str(verbs)!r})
+    verbs.ibv_reg_mr.restype = ctypes.c_void_p
+    mr = verbs.ibv_reg_mr(None, ctypes.c_void_p(registered), ctypes.c_size_t(40 * MIB), 0)
+    assert library.amem_pause(None) == 0
+    print(device.used_bytes() >= 40 * MIB)
+    assert library.amem_resume(None) == 0
+    assert verbs.ibv_dereg_mr(ctypes.c_void_p(mr)) == 0
+    assert library.amem_pause(None) == 0
+    print(device.used_bytes())
+    """
+    assert script(tmp_path, REGION + textwrap.dedent(body)) == ["True", "0"]
+
+
 # NCCL opens its plug-in itself, which brings the NIC's library with it, and looks the plug-in up.
 OPENS = """
 #define _GNU_SOURCE
