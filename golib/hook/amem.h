@@ -157,7 +157,8 @@ void amem_free(char *text);
  * Gives the pinned host memory back that pauses of the tags (as of amem_pause())
  * have kept contents in, and that is kept for the next. Not while paused. Waits
  * until the devices have no work: the driver would let no thread launch a kernel
- * before that.
+ * before that. No thread may capture a graph meanwhile: the driver refuses to wait
+ * then (AMEM_ERROR_CUDA), and the capture is lost.
  */
 amem_status amem_free_host_memory(const char *tags);
 
