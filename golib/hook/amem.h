@@ -127,7 +127,8 @@ amem_state_t amem_memory_state(const void *ptr);
 /*
  * The contents of paused memory that has a backup: copied to a buffer of size
  * bytes, or where they are on the host, until the tag is resumed. The latter
- * fails where they are not in one piece there. Of memory that is not paused: what
+ * fails where they are not in one piece there. The driver refuses a copy of more than
+ * one pinned part of it, of up to 32 MB each; PyTorch's copies are cut at the parts. Of memory that is not paused: what
  * its last pause kept, if that was retained, else AMEM_ERROR_INVALID_STATE.
  */
 amem_status amem_read_backup(const void *ptr, size_t size, void *to);

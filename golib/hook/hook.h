@@ -112,6 +112,7 @@ bool runtime_allocates_for(const struct object *object); /* after runtime_hook: 
 bool runtime_found(void);                      /* there is a CUDA runtime to allocate ordinary memory with */
 void *runtime_allocate(size_t size);           /* ordinary memory; NULL on failure */
 void runtime_free(void *ptr);
+extern atomic_bool runtime_lent_backups;       /* the program has been told where backups are */
 extern int runtime_paused_regions;             /* how many have memory that is not there; set by the core */
 
 /* region.c */
