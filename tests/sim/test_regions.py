@@ -655,3 +655,36 @@ for how in (0, 1):
 def test_a_backup_in_place_is_copied_to_a_gpu(tmp_path: Path) -> None:
     """As the weights' are by programs that update others with them, in whole tensors."""
     assert python(COPY_OF_A_BACKUP, environment(tmp_path)).splitlines() == ["0 True True"] * 4
+
+
+# The driver lets nobody wait for a device while any stream captures, and ends the capture.
+CAPTURE = """
+import ctypes, os
+import amem
+from amem import _library
+from amem._cuda import Device, Driver
+device = Device(Driver(os.path.join(os.environ["AMEM_SIM_LIBRARY_DIR"], "libcuda.so.1")), 0)
+cuda, library, weights = ctypes.CDLL("libcuda.so.1"), _library.load(), _library.RegionFunctions()
+assert library.amem_region(b"weights", 1, ctypes.byref(weights)) == 0
+allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(weights.allocate)
+tensor = allocate(80 << 20, 0, None)
+amem.pause("weights")
+amem.resume("weights")
+host = lambda: amem.stats()["regions"][0]["host_bytes"]
+stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+assert cuda.cuStreamCreate(ctypes.byref(stream), 1) == 0
+assert cuda.cuStreamBeginCapture_v2(stream, 2) == 0
+kept = host()
+try:
+    amem.free_host_memory("weights")
+except amem.CudaError as error:
+    print("CudaError", host() == kept >= 80 << 20)
+print(cuda.cuStreamEndCapture(stream, ctypes.byref(graph)))
+amem.free_host_memory("weights")
+print(host())
+"""
+
+
+def test_host_memory_is_not_given_back_while_a_graph_is_captured(tmp_path: Path) -> None:
+    lines = python(CAPTURE, environment(tmp_path)).splitlines()
+    assert lines == ["CudaError True", "901", "0"]  # the capture was invalidated
