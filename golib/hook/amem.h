@@ -127,7 +127,8 @@ amem_state_t amem_memory_state(const void *ptr);
 /*
  * The contents of paused memory that has a backup: copied to a buffer of size
  * bytes, or where they are on the host, until the tag is resumed. The latter
- * fails where they are not in one piece there. Of memory that is not paused: what
+ * fails where they are not in one piece there. The driver refuses a copy of more than
+ * one pinned part of it, of up to 32 MB each; PyTorch's copies are cut at the parts. Of memory that is not paused: what
  * its last pause kept, if that was retained, else AMEM_ERROR_INVALID_STATE.
  */
 amem_status amem_read_backup(const void *ptr, size_t size, void *to);
@@ -157,7 +158,8 @@ void amem_free(char *text);
  * Gives the pinned host memory back that pauses of the tags (as of amem_pause())
  * have kept contents in, and that is kept for the next. Not while paused. Waits
  * until the devices have no work: the driver would let no thread launch a kernel
- * before that.
+ * before that. No thread may capture a graph meanwhile: the driver refuses to wait
+ * then (AMEM_ERROR_CUDA), and the capture is lost.
  */
 amem_status amem_free_host_memory(const char *tags);
 

@@ -251,6 +251,11 @@ PUBLIC char *amem_stats_json(void) {
     last_error[0] = 0;
     const struct amem_core *core = core_loaded();
     if (core) return core->stats();
+    char why[AMEM_ERROR_TEXT];
+    if (!core_forked() && core_failure(why) == AMEM_ERROR_INTERNAL) { /* it stopped: what it holds is not known */
+        api_fail(AMEM_ERROR_INTERNAL, why);
+        return NULL;
+    }
     char *text = NULL;
     /* The core's fields, of which there is nothing to tell yet. */
     if (asprintf(&text,

@@ -10,7 +10,7 @@
 
 #include "../cuda/driver.h"
 
-#define AMEM_CORE_ABI 8
+#define AMEM_CORE_ABI 9
 
 /*
  * A core function's answer for memory that is not amem's: the hook then makes
@@ -123,6 +123,7 @@ struct amem_core {
     int (*device_of)(CUcontext context, int *device); /* NULL: the calling thread's */
     int (*read_backup)(CUdeviceptr ptr, size_t size, void *to, char *text);
     int (*find_backup)(CUdeviceptr ptr, size_t size, const void **backup, char *text);
+    size_t (*pinned)(uintptr_t at); /* how many bytes of backups from here on one copy may have; 0: it is none */
     int (*set_disk_directory)(const char *path, int named, char *text);
     void (*retain_backups)(int on);
     /*

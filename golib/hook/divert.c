@@ -46,18 +46,11 @@ static int copy_of(struct copies *copies, const struct object *object) {
     return copy;
 }
 
-struct change {
-    const struct object *object;
-    void *from, *to;
-};
-
-static void rebind(const struct object *object, void *arg) {
-    const struct change *change = arg;
-    /* What a library calls of itself is its own business. */
-    if (object->base != change->object->base) elf_rebind(object, change->from, change->to);
-}
-
+/* What a library calls of itself is its own business. */
 static void divert(const struct object *object, const struct function *functions, size_t n, struct copies *copies) {
+    enum { MOST = 9 };
+    struct rebinding list[MOST];
+    int count = 0;
     for (size_t i = 0; i < n; i++) {
         void *from = elf_find(object, functions[i].symbol);
         if (!from) continue; /* a release without it, or diverted already: then it is no function of this object */
@@ -70,14 +63,15 @@ static void divert(const struct object *object, const struct function *functions
                      functions[i].symbol);
             continue;
         }
-        struct change change = {object, from, functions[i].wrappers[copy]};
+        void *to = functions[i].wrappers[copy];
         __atomic_store_n(&functions[i].real[copy], from, __ATOMIC_RELEASE);
-        if (!elf_divert(object, change.from, change.to))
+        if (!elf_divert(object, from, to))
             log_line(LOG_ERROR,
                      "%s: its symbol table can't be written (a policy of SELinux?): who looks %s up in it goes past amem",
                      object->path, functions[i].symbol);
-        elf_each(rebind, &change);
+        if (count < MOST) list[count++] = (struct rebinding){from, to};
     }
+    if (count > 0) elf_rebind(object, list, count);
 }
 
 /* ---- NCCL's own suspension ---- */
@@ -141,11 +135,20 @@ static void *verbs_dereg_mr[COPIES], *mlx5_reg_dmabuf[COPIES], *gdr_pin[COPIES],
 /* The real function of a copy, and how it is called. */
 #define REAL(function, n, result, ...) ((result(*)(__VA_ARGS__))function[n])
 
+/*
+ * A call is under way on this thread. Of those that the library makes of itself
+ * meanwhile, which come here where it is bound lazily, nothing is noted.
+ */
+static __thread bool inside;
+
 /* Registers memory at an address, by a call that answers a struct ibv_mr *. */
 #define REGISTER(addr, length, call)                                             \
     do {                                                                         \
+        if (inside) return call;                                                 \
         uint64_t kept = driver_keep((uintptr_t)(addr), length, AMEM_KEEP_NIC);   \
+        inside = true;                                                           \
         void *mr = call;                                                         \
+        inside = false;                                                          \
         driver_registered(kept, (uintptr_t)mr);                                  \
         return mr;                                                               \
     } while (0)
@@ -153,8 +156,11 @@ static void *verbs_dereg_mr[COPIES], *mlx5_reg_dmabuf[COPIES], *gdr_pin[COPIES],
 /* The same, by a call that answers 0, and the registration in *handle. */
 #define PIN(addr, size, call)                                                    \
     do {                                                                         \
+        if (inside) return call;                                                 \
         uint64_t kept = driver_keep(addr, size, AMEM_KEEP_NIC);                  \
+        inside = true;                                                           \
         int failed = call;                                                       \
+        inside = false;                                                          \
         driver_registered(kept, failed ? 0 : *handle);                           \
         return failed;                                                           \
     } while (0)
@@ -162,8 +168,11 @@ static void *verbs_dereg_mr[COPIES], *mlx5_reg_dmabuf[COPIES], *gdr_pin[COPIES],
 /* Ends a registration, by a call that answers 0. */
 #define UNREGISTER(registration, call)                                           \
     do {                                                                         \
+        if (inside) return call;                                                 \
         uint64_t kept = driver_deregister((uintptr_t)(registration));            \
+        inside = true;                                                           \
         int failed = call;                                                       \
+        inside = false;                                                          \
         driver_registered(kept, failed ? (uintptr_t)(registration) : 0);         \
         return failed;                                                           \
     } while (0)

@@ -64,6 +64,13 @@ static struct {
     CUresult (*LaunchKernelEx[2])(const CUlaunchConfig *, CUfunction, void **, void **);
 } real;
 
+/*
+ * Whether the core has stopped after an internal error, so that nobody knows any more
+ * what is its memory. NCCL gives none back then: the driver would take the whole slab
+ * that begins with the memory, and other communicators' with it.
+ */
+static bool stopped(void) { return !core_forked() && core_failure(NULL) == AMEM_ERROR_INTERNAL; }
+
 /* Makes the core's call, and the driver's where the memory is not the core's. */
 #define CORE_OR_DRIVER(core_call, driver_call)              \
     const struct amem_core *core = core_loaded();           \
@@ -126,7 +133,13 @@ static CUresult release(CUmemGenericAllocationHandle handle) {
     CORE_OF_HANDLE(release(handle));
 }
 
+static CUresult refuse_stopped(void) {
+    return refuse(CUDA_ERROR_ILLEGAL_STATE, "amem has stopped after an internal error, and what it manages stays as it "
+                                            "is: end this process, and report the error with the log");
+}
+
 static CUresult retain(CUmemGenericAllocationHandle *handle, void *addr) {
+    if (stopped()) return refuse_stopped();
     CORE_OR_DRIVER(retain(handle, (CUdeviceptr)(uintptr_t)addr), MemRetainAllocationHandle(handle, addr));
 }
 
@@ -139,6 +152,7 @@ static CUresult reserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdevic
 }
 
 static CUresult address_free(CUdeviceptr ptr, size_t size) {
+    if (stopped()) return refuse_stopped();
     CORE_OR_DRIVER(address_free(ptr, size), MemAddressFree(ptr, size));
 }
 
@@ -148,7 +162,10 @@ static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAll
     CORE_OF_HANDLE(map(ptr, size, offset, handle, flags));
 }
 
-static CUresult unmap(CUdeviceptr ptr, size_t size) { CORE_OR_DRIVER(unmap(ptr, size), MemUnmap(ptr, size)); }
+static CUresult unmap(CUdeviceptr ptr, size_t size) {
+    if (stopped()) return refuse_stopped();
+    CORE_OR_DRIVER(unmap(ptr, size), MemUnmap(ptr, size));
+}
 
 static CUresult set_access(CUdeviceptr ptr, size_t size, const CUmemAccessDesc *desc, size_t count) {
     CORE_OR_DRIVER(set_access(ptr, size, desc, count), MemSetAccess(ptr, size, desc, count));

@@ -73,16 +73,21 @@ void elf_lock_writing(void) { pthread_mutex_lock(&writing); }
 void elf_unlock_writing(void) { pthread_mutex_unlock(&writing); }
 
 /* Stores a word in the object's memory, which other threads may be reading. */
-static bool write_word(const struct object *object, void *at, size_t word) {
+static bool write_word_locked(const struct object *object, void *at, size_t word) {
     int before = protection(object, (size_t)at);
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     void *start = (void *)((size_t)at & ~(page - 1));
-    pthread_mutex_lock(&writing);
     bool writable = before & PROT_WRITE || !mprotect(start, page, before | PROT_WRITE);
     if (writable) __atomic_store_n((size_t *)at, word, __ATOMIC_RELEASE);
     if (writable && !(before & PROT_WRITE)) mprotect(start, page, before);
-    pthread_mutex_unlock(&writing);
     return writable;
+}
+
+static bool write_word(const struct object *object, void *at, size_t word) {
+    pthread_mutex_lock(&writing);
+    bool written = write_word_locked(object, at, word);
+    pthread_mutex_unlock(&writing);
+    return written;
 }
 
 /* The dynamic section's addresses are relocated in place by glibc, but for the vdso. */
@@ -155,20 +160,40 @@ int elf_replace_all(const struct object *object, const struct replacement *list,
     return replaced;
 }
 
-int elf_rebind(const struct object *object, void *from, void *to) {
+struct rebind {
+    size_t base; /* of the object whose slots stay */
+    const struct rebinding *list;
+    int n;
+};
+
+static int rebind_one(struct dl_phdr_info *info, size_t size, void *arg) {
+    (void)size;
+    const struct rebind *rebind = arg;
+    struct object object = {.base = info->dlpi_addr, .phdr = info->dlpi_phdr, .phdr_count = info->dlpi_phnum};
     struct dynamic dynamic;
-    if (!read_dynamic(object, &dynamic)) return 0;
-    int replaced = 0;
+    if (object.base == rebind->base || !read_dynamic(&object, &dynamic)) return 0;
     for (int t = 0; t < 2; t++) {
         const ElfW(Rela) *rela = dynamic.relocations[t].list;
         for (size_t i = 0; rela && i < dynamic.relocations[t].bytes / sizeof *rela; i++) {
             unsigned long type = ELF64_R_TYPE(rela[i].r_info);
             if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT && type != R_X86_64_64) continue;
-            void **slot = (void **)(object->base + rela[i].r_offset);
-            if (*slot == from && write_word(object, slot, (size_t)to)) replaced++;
+            void **slot = (void **)(object.base + rela[i].r_offset);
+            for (int k = 0; k < rebind->n; k++)
+                if (*slot == rebind->list[k].from) write_word_locked(&object, slot, (size_t)rebind->list[k].to);
         }
     }
-    return replaced;
+    return 0;
+}
+
+void elf_rebind(const struct object *object, const struct rebinding *list, int n) {
+    struct rebind rebind = {object->base, list, n};
+    /*
+     * Under the dynamic linker's lock of its list, since another thread may be unloading
+     * any of these. Nothing here calls the dynamic linker, and fork() waits till it is over.
+     */
+    pthread_mutex_lock(&writing);
+    dl_iterate_phdr(rebind_one, &rebind);
+    pthread_mutex_unlock(&writing);
 }
 
 /* The end of the symbols that others can find, and the first of them. */

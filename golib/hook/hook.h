@@ -32,7 +32,10 @@ struct object {
 };
 /* How many objects were ever loaded: changes whenever a library is. */
 unsigned long long elf_loads(void);
-/* Calls visit for each loaded object, with no lock of the dynamic linker held. */
+/*
+ * Calls visit for each loaded object, with no lock of the dynamic linker held: another
+ * thread may have unloaded an object by then, so visit reads only what can't be, or is pinned.
+ */
 void elf_each(void (*visit)(const struct object *object, void *arg), void *arg);
 /* Replaces the GOT slots of a symbol in the object; returns how many there were. */
 int elf_replace(const struct object *object, const char *symbol, void *value);
@@ -45,11 +48,14 @@ int elf_replace_all(const struct object *object, const struct replacement *list,
  * What others get of this object's functions. elf_find answers where a function is,
  * by its default version; elf_divert makes all later look-ups of the function at
  * `from`, under whatever name, find `to`: false if the symbol table can't be written.
- * elf_rebind replaces `from` by `to` where another object has it already.
+ * elf_rebind replaces each `from` by its `to` where another object has it already.
  */
 void *elf_find(const struct object *object, const char *symbol);
 bool elf_divert(const struct object *object, void *from, void *to);
-int elf_rebind(const struct object *object, void *from, void *to);
+struct rebinding {
+    void *from, *to;
+};
+void elf_rebind(const struct object *object, const struct rebinding *list, int n);
 /* Around fork(): no page is written to meanwhile. */
 void elf_lock_writing(void);
 void elf_unlock_writing(void);
@@ -106,6 +112,7 @@ bool runtime_allocates_for(const struct object *object); /* after runtime_hook: 
 bool runtime_found(void);                      /* there is a CUDA runtime to allocate ordinary memory with */
 void *runtime_allocate(size_t size);           /* ordinary memory; NULL on failure */
 void runtime_free(void *ptr);
+extern atomic_bool runtime_lent_backups;       /* the program has been told where backups are */
 extern int runtime_paused_regions;             /* how many have memory that is not there; set by the core */
 
 /* region.c */

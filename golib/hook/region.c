@@ -247,6 +247,7 @@ PUBLIC amem_status amem_backup_pointer(const void *ptr, size_t size, const void 
     char text[AMEM_ERROR_TEXT] = "";
     const struct amem_core *core = core_loaded();
     if (!core || !backup) return api_fail(AMEM_ERROR_INVALID_ARGUMENT, "no region in this process, or no place for the answer");
+    runtime_lent_backups = true;
     amem_status status = (amem_status)core->find_backup((CUdeviceptr)(uintptr_t)ptr, size, backup, text);
     return status == AMEM_OK ? AMEM_OK : api_fail(status, text);
 }

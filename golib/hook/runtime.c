@@ -11,6 +11,7 @@
 #include "hook.h"
 
 int runtime_paused_regions;
+atomic_bool runtime_lent_backups;
 
 /* cudaError_t */
 enum {
@@ -147,13 +148,35 @@ static bool paused(const void *ptr) {
 static const char used_paused[] = "a copy from or to memory that is paused was refused: resume its tag first, "
                                   "in the process that has paused it";
 
+/* How much of a copy the driver does at once: a backup is pinned in parts, and it refuses a copy of two. */
+static size_t at_once(const void *to, const void *from, size_t size) {
+    const struct amem_core *core = runtime_lent_backups ? core_loaded() : NULL;
+    const void *ends[] = {to, from};
+    for (int i = 0; core && i < 2; i++) {
+        size_t pinned = core->pinned((uintptr_t)ends[i]);
+        if (pinned && pinned < size) size = pinned;
+    }
+    return size;
+}
+
+/* Of a copy in several, all but the last. */
+#define COPY_BUT_LAST(copy)                                                        \
+    for (size_t now; (now = at_once(to, from, size)) < size; size -= now) {        \
+        int error = copy;                                                          \
+        if (error) return error;                                                   \
+        to = (char *)to + now;                                                     \
+        from = (const char *)from + now;                                           \
+    }
+
 static int memcpy_(void *to, const void *from, size_t size, int kind) {
     if (paused(to) || paused(from)) return refuse(ILLEGAL_STATE, used_paused);
+    COPY_BUT_LAST(real.Memcpy(to, from, now, kind));
     return real.Memcpy(to, from, size, kind);
 }
 
 static int memcpy_async(void *to, const void *from, size_t size, int kind, void *stream) {
     if (paused(to) || paused(from)) return refuse(ILLEGAL_STATE, used_paused);
+    COPY_BUT_LAST(real.MemcpyAsync(to, from, now, kind, stream));
     return real.MemcpyAsync(to, from, size, kind, stream);
 }
 

@@ -116,10 +116,14 @@ static bool first_to_finish(const struct object *object) {
     return first;
 }
 
-/* It must stay where it is: its slots hold our functions, or we hold its. */
-static void pin(const struct object *object) { dlopen(object->path, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE); }
+/*
+ * It must stay where it is: its slots hold our functions, or we hold its. False if
+ * another thread has unloaded it.
+ */
+static bool pin(const struct object *object) { return dlopen(object->path, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE); }
 
 static void hook_nccl(const struct object *object) {
+    if (!pin(object)) return;
     if (elf_replace(object, "dlsym", (void *)driver_dlsym) +
             elf_replace(object, "cudaGetDriverEntryPoint", (void *)driver_entry_point) +
             elf_replace(object, "cudaGetDriverEntryPointByVersion", (void *)driver_entry_point_by_version) ==
@@ -139,7 +143,6 @@ static void hook_nccl(const struct object *object) {
                      object->path);
         return;
     }
-    pin(object);
     divert_nccl(object);
     if (first_to_finish(object)) log_line(LOG_INFO, "hooked %s", object->path);
     found = true;
@@ -163,8 +166,7 @@ static void visit(const struct object *object, void *arg) {
         if (!strcmp(base_name(object->path), "libc10_cuda.so") && !runtime_allocates_for(object)) out_of_reach = true;
         if (first_to_finish(object)) log_line(LOG_DEBUG, "hooked %d slots of %s", slots, object->path);
     } else if (divert_registers(object)) {
-        if (is_finished(object)) return;
-        pin(object);
+        if (is_finished(object) || !pin(object)) return;
         divert_registration(object);
         if (first_to_finish(object)) log_line(LOG_DEBUG, "hooked the registrations of %s", object->path);
     } else if (loads_for_others(object)) {

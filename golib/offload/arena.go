@@ -178,6 +178,7 @@ func (a *Arena) pin(memory []byte) (pinned uint64, err error) {
 		if err := a.driver.HostRegister(unsafe.Pointer(&part[0]), uint64(len(part))); err != nil {
 			return pinned, err
 		}
+		addPart(partOf(part))
 		pinned += uint64(len(part))
 	}
 	return pinned, nil
@@ -229,6 +230,7 @@ func (a *Arena) Free(ready func() error) error {
 		if err := a.driver.HostUnregister(unsafe.Pointer(&part[0])); err != nil {
 			return err
 		}
+		removePart(partOf(part))
 		last.memory = last.memory[:from]
 		if from == 0 {
 			a.segments = a.segments[:len(a.segments)-1]

@@ -186,6 +186,20 @@ func (l *ledger) open() bool {
 	return true
 }
 
+// renew goes on in a new file where the old one was removed, as systemd-logind does when
+// the user's last session ends: who starts later would not see what is claimed in the old
+// one. mu is held.
+func (l *ledger) renew() {
+	var s unix.Stat_t
+	if !l.opened || l.fd < 0 || unix.Fstat(l.fd, &s) != nil || s.Nlink > 0 {
+		return
+	}
+	_ = unix.Close(l.fd)
+	bytes := l.bytes
+	l.opened, l.bytes = false, 0
+	l.set(bytes)
+}
+
 // ownFile opens an empty file that nobody but this user can have made or can lock.
 func ownFile(path string) (fd int, err error) {
 	fd, err = unix.Open(path, unix.O_RDWR|unix.O_CREAT|unix.O_NOFOLLOW|unix.O_CLOEXEC|unix.O_NONBLOCK, 0o600)
@@ -207,6 +221,7 @@ func ownFile(path string) (fd int, err error) {
 // long: they hold it for as long as it takes to read a few files.
 func (l *ledger) lock() (unlock func(), err error) {
 	l.mu.Lock()
+	l.renew()
 	known := l.open()
 	l.mu.Unlock()
 	if !known {

@@ -212,6 +212,32 @@ func TestClaimsEnd(t *testing.T) {
 	require.NoError(t, a.Free(always))
 }
 
+// The file may be removed while processes have claims in it.
+func TestClaimsAreSeenAfterTheFileWasRemoved(t *testing.T) {
+	const want = 64 << 20
+	folder := t.TempDir()
+	available(t, folder, 3*want)
+	first, second := newClaimant(t, folder), newClaimant(t, folder)
+	require.Equal(t, "ready", first.answer(t))
+	require.Equal(t, "ready", second.answer(t))
+	for _, c := range []*claimant{first, second} {
+		c.tell(t, "begin", want)
+		require.Equal(t, "<nil>", c.answer(t))
+		files, err := filepath.Glob(filepath.Join(folder, "amem-claims-*"))
+		require.NoError(t, err)
+		require.Len(t, files, 1)
+		require.NoError(t, os.Remove(files[0]))
+	}
+	third := newClaimant(t, folder)
+	require.Equal(t, "ready", third.answer(t))
+	for _, c := range []*claimant{first, second} {
+		c.tell(t, "begin", want)
+		require.Equal(t, "<nil>", c.answer(t))
+	}
+	third.tell(t, "begin", 2*want)
+	require.Contains(t, third.answer(t), "other processes are getting")
+}
+
 // What another process has populated and still claims counts twice, so a claim that is in
 // the way of another may be about to end.
 func TestAClaimWaitsForOthersToEnd(t *testing.T) {

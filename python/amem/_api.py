@@ -386,6 +386,7 @@ def free_host_memory(*tags: str) -> None:
     """Gives back the pinned host memory that pauses of the tags have kept contents in, and that is kept for the next.
 
     Waits until no work is left on the GPUs. Other threads may launch kernels meanwhile, which are waited for too.
+    None may capture a CUDA graph meanwhile: the driver refuses to wait then, and the capture is lost.
 
     Args:
         tags: which; none means all.
@@ -395,6 +396,7 @@ def free_host_memory(*tags: str) -> None:
         NotEnabledError: amem is not enabled in this process.
         InvalidStateError: a tag is paused, and the memory holds its contents.
         DeadlineError: there was work on the GPUs all the time. What memory is left is kept.
+        CudaError: another thread captured a CUDA graph. What memory is left is kept.
         AmemError: anything else. What memory is left is kept.
     """
     text, library = _library.tag_list(tags), _loaded()

@@ -551,6 +551,8 @@ def test_a_core_that_has_stopped_is_not_called_again(tmp_path: Path) -> None:
     create = real("cuMemCreate", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint64)
     release = real("cuMemRelease", ctypes.c_uint64)
     export = real("cuMemExportToShareableHandle", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64)
+    ends = [real(name, ctypes.c_uint64, ctypes.c_size_t) for name in ("cuMemUnmap", "cuMemAddressFree")]
+    ends += [real("cuMemRetainAllocationHandle", ctypes.c_void_p, ctypes.c_void_p)]
     property = (ctypes.c_int * 8)(1, 0, 1)  # pinned, of a device
     assert create(ctypes.addressof(handle), 4096, ctypes.addressof(property), 0) == 0 and handle.value >> 48 == 0xA3E0
     amem.enable()
@@ -558,14 +560,18 @@ def test_a_core_that_has_stopped_is_not_called_again(tmp_path: Path) -> None:
         raised(lambda: library.amem_pause(None) and amem._library.check(library, "pause", library.amem_pause(None)))
     print(amem.state().name)
     print(release(handle), export(None, handle, 1, 0), [name for name in seen if isinstance(name, str)])
+    print([end(1 << 40, 4096) for end in ends], [name for name in seen if isinstance(name, str)])
+    raised(amem.stats)
     """
-    first, second, third, state, handles = script(tmp_path, body, AMEM_LIBRARY_DIR=str(folder))
+    first, second, third, state, handles, slabs, stats = script(tmp_path, body, AMEM_LIBRARY_DIR=str(folder))
     assert first == "no error"
     for error in (second, third):
         assert error.startswith("InternalError: amem has stopped after an internal error (index out of range)")
         assert "end this process" in error
     assert state == "OFF"
     assert handles == "1 1 []"  # CUDA_ERROR_INVALID_VALUE
+    assert slabs == "[401, 401, 401] []", "a slab is not the driver's to take, whosever memory begins there"
+    assert stats.startswith("InternalError: amem has stopped after an internal error"), "and not all zeros"
 
 
 # ---- fork ----

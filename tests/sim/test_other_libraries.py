@@ -273,6 +273,37 @@ def test_what_a_library_registers_that_looks_the_function_up(tmp_path: Path) -> 
     assert script(tmp_path, REGION + textwrap.dedent(body)) == ["True 1"]
 
 
+# rdma-core's ibv_reg_mr calls its own ibv_reg_mr_iova2, and where the library is bound lazily, as in some wheels, that
+# call is looked up too. Both answer the same registration.
+NESTED = """
+#include <stddef.h>
+#include <stdint.h>
+static int mr;
+void *ibv_reg_mr_iova2(void *pd, void *at, size_t size, uint64_t iova, unsigned access) { return &mr; }
+void *ibv_reg_mr(void *pd, void *at, size_t size, int access) { return ibv_reg_mr_iova2(pd, at, size, 0, access); }
+int ibv_dereg_mr(void *m) { return m != &mr; }
+"""
+
+
+@pytest.mark.parametrize("binding", ["now", "lazy"])
+def test_a_registration_that_is_made_of_another_ends_with_it(tmp_path: Path, binding: str) -> None:
+    verbs = shared(tmp_path / "verbs", "libibverbs.so.1", NESTED, f"-Wl,-z,{binding}")
+    body = f"""
+    registered = region(b"registered")
+    assert ctypes.CDLL(None).dlopen({str(verbs)!r}.encode(), os.RTLD_LAZY)  # CDLL of the path binds at once
+    verbs = ctypes.CDLL({str(verbs)!r})
+    verbs.ibv_reg_mr.restype = ctypes.c_void_p
+    mr = verbs.ibv_reg_mr(None, ctypes.c_void_p(registered), ctypes.c_size_t(40 * MIB), 0)
+    assert library.amem_pause(None) == 0
+    print(device.used_bytes() >= 40 * MIB)
+    assert library.amem_resume(None) == 0
+    assert verbs.ibv_dereg_mr(ctypes.c_void_p(mr)) == 0
+    assert library.amem_pause(None) == 0
+    print(device.used_bytes())
+    """
+    assert script(tmp_path, REGION + textwrap.dedent(body)) == ["True", "0"]
+
+
 # NCCL opens its plug-in itself, which brings the NIC's library with it, and looks the plug-in up.
 OPENS = """
 #define _GNU_SOURCE
@@ -353,3 +384,57 @@ def test_a_constructor_that_comes_to_the_hook(tmp_path: Path, flags: tuple[str, 
     enable = {"AMEM_ENABLE": "off"} if flags else {}
     env = environment(tmp_path, LD_PRELOAD=str(LIB / "libamem_hook.so"), **enable)
     assert run([str(program), str(slow)], env) == "right\n"
+
+
+# Libraries that another thread takes away while the hook looks through all that are loaded: the heavy one, which
+# comes before them, makes the look long. The hook does not see who calls dlopen and dlclose here.
+UNLOAD = """
+#include <dlfcn.h>
+#include <pthread.h>
+static volatile int over;
+static pthread_t thread;
+static char **paths;
+static void *unload(void *arg) {
+    void *libraries[20];
+    long times = 0;
+    for (; !over; times++) {
+        for (int i = 0; i < 20; i++) libraries[i] = dlopen(paths[i], RTLD_NOW);
+        for (int i = 0; i < 20; i++) dlclose(libraries[i]);
+    }
+    return (void *)times;
+}
+void begin_unloading(char **list) { paths = list, pthread_create(&thread, 0, unload, 0); }
+long end_unloading(void) {
+    void *times;
+    over = 1, pthread_join(thread, &times);
+    return (long)times;
+}
+"""
+LOOK = """
+#include <dlfcn.h>
+#include <stdio.h>
+void begin_unloading(char **list);
+long end_unloading(void);
+int main(int argc, char **argv) {
+    if (!dlopen(argv[1], RTLD_NOW)) return puts(dlerror());
+    begin_unloading(argv + 2);
+    for (int i = 22; i < argc; i++)
+        if (!dlopen(argv[i], RTLD_NOW)) return puts(dlerror());
+    dlsym(RTLD_DEFAULT, "puts");
+    puts(end_unloading() ? "right" : "nothing was unloaded");
+}
+"""
+
+
+def test_libraries_that_are_unloaded_meanwhile(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    (tmp_path / "program.c").write_text(LOOK)
+    unload = shared(tmp_path, "libunload.so", UNLOAD)
+    run(["gcc", f"{program}.c", str(unload), f"-Wl,-rpath,{tmp_path}", "-o", str(program), "-ldl"], os.environ)
+    table = 'void f(void) {{}} asm(".data\\n.balign 8\\n.rept {}\\n.quad f\\n.endr\\n.text");'
+    libraries = [shared(tmp_path, "libheavy.so", table.format(500_000))]
+    libraries += [shared(tmp_path, f"libgone{i}.so", table.format(8)) for i in range(20)]
+    libraries += [shared(tmp_path, f"libgdrapi.so.{i}", GDRCOPY) for i in range(4)]
+    env = environment(tmp_path, LD_PRELOAD=str(LIB / "libamem_hook.so"))
+    for _ in range(5):
+        assert run([str(program), *map(str, libraries)], env) == "right\n"

@@ -620,3 +620,71 @@ assert ctypes.CDLL(None).tms_resume(b"all") == 0 and is_regions(pointer)
     assert "libamem_hook.so" in maps and "libamem_nccl.so" not in maps
     wished = {**env, "AMEM_ENABLE": "1"}
     python(PROCESS + "assert _library.load().amem_state() == 1", wished)
+
+
+# 80 MB are pinned in three parts, and the driver refuses a copy that is of two.
+COPY_OF_A_BACKUP = """
+import ctypes, os
+from amem import _library
+from amem._cuda import Device, Driver
+sim = os.environ["AMEM_SIM_LIBRARY_DIR"]
+device = Device(Driver(os.path.join(sim, "libcuda.so.1")), 0)
+cuda, torch = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(os.path.join(sim, "libc10_cuda.so"))
+library, size = _library.load(), 80 << 20
+weights, other = _library.RegionFunctions(), ctypes.c_void_p()
+assert library.amem_region(b"weights", 1, ctypes.byref(weights)) == 0
+allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(weights.allocate)
+tensor = allocate(size, 0, None)
+assert torch.c10_malloc(ctypes.byref(other), ctypes.c_size_t(size)) == 0
+content = bytes(range(1, 252)) * (size // 251 + 1)
+content = content[:size]
+assert cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(tensor), content, ctypes.c_size_t(size)) == 0
+assert library.amem_pause(b"weights") == 0
+for how in (0, 1):
+    for offset in (0, 5 << 20):
+        length, backup, found = ctypes.c_size_t(size - offset), ctypes.c_void_p(), ctypes.create_string_buffer(size)
+        assert library.amem_backup_pointer(ctypes.c_void_p(tensor + offset), length, ctypes.byref(backup)) == 0
+        assert torch.c10_clear(other, ctypes.c_size_t(size), 0) == 0
+        copied = torch.c10_copy(other, backup, length, how)
+        assert cuda.cuCtxSynchronize() == 0
+        assert cuda.cuMemcpyDtoH_v2(found, ctypes.c_uint64(other.value), ctypes.c_size_t(size)) == 0
+        print(copied, found.raw[: length.value] == content[offset:], found.raw[length.value :] == bytes(offset))
+"""
+
+
+def test_a_backup_in_place_is_copied_to_a_gpu(tmp_path: Path) -> None:
+    """As the weights' are by programs that update others with them, in whole tensors."""
+    assert python(COPY_OF_A_BACKUP, environment(tmp_path)).splitlines() == ["0 True True"] * 4
+
+
+# The driver lets nobody wait for a device while any stream captures, and ends the capture.
+CAPTURE = """
+import ctypes, os
+import amem
+from amem import _library
+from amem._cuda import Device, Driver
+device = Device(Driver(os.path.join(os.environ["AMEM_SIM_LIBRARY_DIR"], "libcuda.so.1")), 0)
+cuda, library, weights = ctypes.CDLL("libcuda.so.1"), _library.load(), _library.RegionFunctions()
+assert library.amem_region(b"weights", 1, ctypes.byref(weights)) == 0
+allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(weights.allocate)
+tensor = allocate(80 << 20, 0, None)
+amem.pause("weights")
+amem.resume("weights")
+host = lambda: amem.stats()["regions"][0]["host_bytes"]
+stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+assert cuda.cuStreamCreate(ctypes.byref(stream), 1) == 0
+assert cuda.cuStreamBeginCapture_v2(stream, 2) == 0
+kept = host()
+try:
+    amem.free_host_memory("weights")
+except amem.CudaError as error:
+    print("CudaError", host() == kept >= 80 << 20)
+print(cuda.cuStreamEndCapture(stream, ctypes.byref(graph)))
+amem.free_host_memory("weights")
+print(host())
+"""
+
+
+def test_host_memory_is_not_given_back_while_a_graph_is_captured(tmp_path: Path) -> None:
+    lines = python(CAPTURE, environment(tmp_path)).splitlines()
+    assert lines == ["CudaError True", "901", "0"]  # the capture was invalidated

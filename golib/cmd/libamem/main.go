@@ -460,6 +460,12 @@ func amemFindBackup(ptr C.CUdeviceptr, size C.size_t, backup *unsafe.Pointer, te
 	return controlError(err, text)
 }
 
+//export amemPinned
+func amemPinned(at C.uintptr_t) (size C.size_t) {
+	defer func() { _ = rescue.Panicked(recover()) }()
+	return C.size_t(offload.Pinned(uintptr(at)))
+}
+
 //export amemSetDiskFolder
 func amemSetDiskFolder(path *C.char, named C.int, text *C.char) (status C.int) {
 	defer func() { status = guardControl(recover(), status, text) }()

@@ -52,6 +52,7 @@ __attribute__((visibility("default"))) int amem_core_init(const struct amem_host
     core->device_of = amemDeviceOf;
     core->read_backup = amemReadBackup;
     core->find_backup = (void *)amemFindBackup;
+    core->pinned = (void *)amemPinned;
     core->set_disk_directory = (void *)amemSetDiskFolder;
     core->retain_backups = amemRetainBackups;
     core->ipc_get = amemIPCGet;
