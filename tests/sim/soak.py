@@ -84,8 +84,9 @@ MEASURE = """{
     'backup': sum(r['host_bytes'] for r in amem.stats()['regions'] if r['backup'] == 'cpu'),
     'device': rank.meminfo(),
 }"""
-# Allocators and thread pools of Python, Go and libc settle late: what may differ without being a leak.
-SLACK = {"memory": 12 * MIB, "threads": 4, "maps": 40, "device": 0}
+# Allocators and thread pools of Python, Go and libc settle late: what may differ without being a leak. Go keeps a
+# thread for each call of the driver that was late at once with others.
+SLACK = {"memory": 12 * MIB, "threads": 8, "maps": 40, "device": 0}
 
 
 @dataclass
