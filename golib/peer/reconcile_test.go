@@ -28,12 +28,15 @@ func breakConnections(t *testing.T, of ...process) {
 			continue
 		}
 		local, err := unix.Getsockname(fd)
-		require.NoError(t, err)
+		if err != nil { // closed meanwhile
+			continue
+		}
 		for _, p := range of {
 			for _, end := range []unix.Sockaddr{peer, local} {
 				if address, is := end.(*unix.SockaddrUnix); is && address.Name == p.Self().socket().Name {
-					require.NoError(t, unix.Shutdown(fd, unix.SHUT_RDWR))
-					broken++
+					if unix.Shutdown(fd, unix.SHUT_RDWR) == nil {
+						broken++
+					}
 				}
 			}
 		}

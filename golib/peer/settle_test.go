@@ -101,11 +101,14 @@ func TestClaim(t *testing.T) {
 	owner, importer := newProcess(t, 0, 1), newProcess(t, 0, 0)
 	importer.maps(t, owner, 1)
 	var chunks []Chunk
-	owner.memory.outlived = map[Chunk]bool{}
+	outlived := map[Chunk]bool{}
 	for i := range uint64(2*maxParts + 7) {
 		chunks = append(chunks, Chunk{1<<63 + i, 1<<63 + i, 1<<63 + i})
-		owner.memory.outlived[chunks[i]] = i%900 == 5
+		outlived[chunks[i]] = i%900 == 5
 	}
+	owner.memory.mu.Lock()
+	owner.memory.outlived = outlived
+	owner.memory.mu.Unlock()
 	freed, err := importer.Claim(context.Background(), owner.Self(), chunks)
 	require.NoError(t, err)
 	require.Equal(t, []Chunk{chunks[5], chunks[905], chunks[1805]}, freed)
