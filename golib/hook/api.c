@@ -126,8 +126,8 @@ static bool cumem_off(void) {
 
 static amem_status no_cumem(void) {
     return api_fail(AMEM_ERROR_NO_CUMEM,
-                "NCCL_CUMEM_ENABLE=0 makes NCCL allocate with cudaMalloc, so there is nothing that could be paused: "
-                "unset it, or set it to 1, before the first NCCL communicator");
+                "NCCL_CUMEM_ENABLE=0 makes NCCL allocate with cudaMalloc, so its memory can't be paused: unset it, or set "
+                "it to 1, before the first NCCL communicator; to pause regions alone, name their tags");
 }
 
 static bool names(const char *tags, const char *tag) {
@@ -203,6 +203,7 @@ static amem_status change(const char *tags, bool pause) {
                         "NCCL is in use in this process and amem was not enabled before, so its memory can't be paused: call "
                         "amem.enable(), or set AMEM_ENABLE=1 in the environment, before the first NCCL communicator; or name "
                         "the tags to pause, and NCCL's memory stays");
+    if (pause && core && (!tags || !*tags) && driver_asked() && cumem_off()) return no_cumem();
     if (!core) {
         if (status != AMEM_OK) return status;
         if (tags && strcmp(tags, "nccl"))

@@ -354,8 +354,13 @@ static void *store(void *slot, void *function, void *wrapper) {
     return wrapper;
 }
 
+static atomic_bool asked; /* NCCL has, for the driver */
+
+bool driver_asked(void) { return asked; }
+
 /* The function that NCCL gets for the driver's function of this name. */
 static void *wrap(const char *name, void *function, int version, cuuint64_t flags) {
+    asked = true;
     if (!core_load()) return function; /* the failure is told by core_load, and by every pause */
     int per_thread = (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0;
     if (!strcmp(name, "cuGetProcAddress"))

@@ -87,6 +87,7 @@ int driver_entry_point_by_version(const char *symbol, void **function, unsigned 
 void *driver_runtime_function(const char *name);
 /* What NCCL gets in place of the driver's function of this name. */
 void *driver_wrap(const char *name, void *function);
+bool driver_asked(void); /* whether NCCL is in use, and finds the driver through the hook */
 /*
  * Memory is about to be registered, and must stay where it is: driver_registered()
  * follows, with the registration, or 0 where it has failed. A registration is about

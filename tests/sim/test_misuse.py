@@ -111,6 +111,22 @@ def test_regions_where_nccl_is_not_hooked(enabled: str) -> None:
         right(group)
 
 
+def test_regions_where_nccl_has_no_cumem() -> None:
+    with ranks(1, {**SMALL, "NCCL_CUMEM_ENABLE": "0"}) as group:
+        group.init(ncomm=1)
+        p = group[0]
+        nccl = p.call("meminfo")
+        p.call("allocate", tag="weights", size=20 * MIB, seed=1)
+        message = failure(lambda: p.call("pause"), "NoCuMemError")
+        assert "name their tags" in message
+        assert p.call("meminfo") > nccl and p.call("tag_state", tag="weights") == ACTIVE
+        assert p.call("pause", tags=["weights"])["tags"] == ["weights"]
+        assert p.call("meminfo") == nccl
+        p.call("resume")
+        assert p.call("holds", tensor=0, seed=1)
+        right(group)
+
+
 def test_regions_without_nccl() -> None:
     with ranks(1, SMALL) as group:
         group.all("start_without_nccl", device=0)
