@@ -196,14 +196,17 @@ static const struct amem_core *need_core(const char *tags, amem_status *status) 
 
 static amem_status change(const char *tags, bool pause) {
     last_error[0] = last_report[0] = 0;
-    amem_status status;
-    const struct amem_core *core = need_core(tags, &status);
-    if (pause && core && (!tags || !*tags) && watch_unhooked())
+    amem_status status = AMEM_OK;
+    bool all = !tags || !*tags;
+    /* What is paused is resumed, whether NCCL's memory can be paused or not. */
+    const struct amem_core *core = all && !pause ? core_loaded() : NULL;
+    if (!core) core = need_core(tags, &status);
+    if (pause && core && all && watch_unhooked())
         return api_fail(AMEM_ERROR_TOO_LATE,
                         "NCCL is in use in this process and amem was not enabled before, so its memory can't be paused: call "
                         "amem.enable(), or set AMEM_ENABLE=1 in the environment, before the first NCCL communicator; or name "
                         "the tags to pause, and NCCL's memory stays");
-    if (pause && core && (!tags || !*tags) && driver_asked() && cumem_off()) return no_cumem();
+    if (pause && core && all && driver_asked() && cumem_off()) return no_cumem();
     if (!core) {
         if (status != AMEM_OK) return status;
         if (tags && strcmp(tags, "nccl"))

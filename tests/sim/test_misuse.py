@@ -104,10 +104,11 @@ def test_regions_where_nccl_is_not_hooked(enabled: str) -> None:
         message = failure(lambda: p.call("pause"), "TooLateError")
         assert "before the first NCCL communicator" in message
         assert p.call("meminfo") == full and p.call("tag_state", tag="weights") == ACTIVE
-        assert p.call("pause", tags=["weights"])["tags"] == ["weights"]
-        assert p.call("meminfo") == nccl
-        p.call("resume", tags=["weights"])
-        assert p.call("holds", tensor=0, seed=1)
+        for tags in (["weights"], []):
+            assert p.call("pause", tags=["weights"])["tags"] == ["weights"]
+            assert p.call("meminfo") == nccl
+            assert p.call("resume", tags=tags)["tags"] == ["weights"]
+            assert p.call("holds", tensor=0, seed=1)
         right(group)
 
 
