@@ -192,7 +192,9 @@ func TestEndSaidTwice(t *testing.T) {
 func TestPanicIsAnswered(t *testing.T) {
 	owner, importer := newProcess(t, 0, 1), newProcess(t, 0, 0)
 	importer.maps(t, owner, 1)
+	owner.memory.mu.Lock()
 	owner.memory.panics = true
+	owner.memory.mu.Unlock()
 	_, _, err := importer.Fetch(within(t, 30*second), owner.Self(), []uint64{1}, false)
 	require.ErrorContains(t, err, "a fault in answering")
 	require.ErrorContains(t, err, fmt.Sprintf("process %d", owner.Self().PID))
